@@ -132,7 +132,7 @@ def compute_on_the_second_device():
         mechanism = _MECHANISMS["fixed" if beside else "median"]
         options = {"jit_compile": None, "max_parallel_clients": 2}
         engine = cohorts.make_engine(net, dataset, mechanism=mechanism, **options)
-        with cohorts.side_by_side(beside):
+        with cohorts.side_by_side(beside, steps=(2, 6)):
             for _ in range(2):
                 pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
                 leaves = tf.nest.flatten((pending.sums, pending.received[:2]))
@@ -165,7 +165,7 @@ def test_where_batches_cannot_be_traced_what_takes_their_place_is():
     assert engine.layout.kernels is not None
     failing = mock.Mock(side_effect=ValueError("no rule"))
     with (
-        cohorts.side_by_side(),
+        cohorts.side_by_side(steps=(2, 6)),
         mock.patch.object(client_programs.CohortPrograms, "_train_batched", failing),
     ):
         cohorts.run_round(engine, dataset)

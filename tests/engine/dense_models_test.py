@@ -175,7 +175,8 @@ def test_a_layer_that_changed_after_its_engine_was_made_trains_one_by_one(change
     engine, before = fed.engine, set(fed.engine.used_strategies)
     if changes:
         hidden.activation = lambda z: z - tf.reduce_mean(z, axis=0, keepdims=True)
-    fed.fit(clients, rounds=1, batch_size=2, verbose=0)
+    with cohorts.side_by_side(steps=(2,)):
+        fed.fit(clients, rounds=1, batch_size=2, verbose=0)
     assert fed.engine is engine
     new = {each.kind for each in engine.used_strategies - before}
     assert (layout.SIDE_BY_SIDE in new) == (not changes)

@@ -86,7 +86,7 @@ def test_noise_that_is_less_than_was_paid_for_is_not_released():
 @pytest.mark.parametrize("on_workers", [False, True])
 def test_side_by_side_ends_when_tensorflows_options_change(on_workers):
     options = tf.config.optimizer
-    with cohorts.side_by_side():
+    with cohorts.side_by_side(steps=(2, 6)):
         data = cohorts.dataset()
         made = cohorts.make_engine(cohorts.mlp(), data, jit_compile=None)
         runtime = hostile.HereWorkers().collector(made, data) if on_workers else made
@@ -115,7 +115,7 @@ class _ByTheLongest(tfdp_fl.FixedClipping):
 
 def test_a_mechanism_of_ones_own_sees_one_client_at_a_time():
     mechanism = _ByTheLongest(clip_norm=0.01, noise_multiplier=1.0)
-    with cohorts.side_by_side():
+    with cohorts.side_by_side(steps=(2, 6)):
         data = cohorts.dataset()
         made = cohorts.make_engine(
             cohorts.mlp(), data, jit_compile=None, mechanism=mechanism
@@ -245,7 +245,7 @@ def test_sums_that_are_written_in_place_have_the_same_bits():
 
 def _both(dataset, name="fixed", **options):
     results = []
-    with cohorts.side_by_side(few=False):
+    with cohorts.side_by_side(few=False, steps=(2, 6)):
         for jit_compile in (None, False):
             engine = _engine(name, max_parallel_clients=2, jit_compile=jit_compile)
             results.append(_round(dataset, engine=engine, **options))
@@ -266,7 +266,7 @@ def test_a_few_at_a_time_is_the_same():
             _assert_same(*_both(dataset, count=3))
         # What was added up stays when the next cohort trains.
         _, engine = _engine(max_parallel_clients=1, jit_compile=None)
-        with cohorts.side_by_side():
+        with cohorts.side_by_side(steps=(2,)):
             (total,) = cohorts.collect(engine, dataset).sums
             before = [part.numpy().copy() for part in total.contribution.update]
             cohorts.collect(engine, dataset, positions=np.arange(3))
@@ -286,7 +286,7 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         return [found, changed if len(chunk.table.members) == 8 else found]
 
     trials = engine_lib.Trials(another_machine)
-    with cohorts.side_by_side():
+    with cohorts.side_by_side(steps=(2,)):
         cohorts.collect(engine, dataset)
         (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
         # (What other machines tried says nothing of these.)
@@ -332,7 +332,7 @@ def test_widths_are_tried_with_enough_clients_for_a_narrow_layer():
         return [found]
 
     trials = engine_lib.Trials(another_machine)
-    with cohorts.side_by_side():
+    with cohorts.side_by_side(steps=(2,)):
         cohorts.collect(engine, dataset)
         (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
         assert [engine.fits(strategy, 5, k, trials) for k in (7, 8, 9)] == [1, 0, 1]
@@ -364,7 +364,7 @@ def test_a_metric_that_refuses_made_up_labels_trains_clients_one_by_one():
         training={"metrics": [metric]},
         jit_compile=None,
     )
-    with cohorts.side_by_side():
+    with cohorts.side_by_side(steps=(2,)):
         pending = cohorts.collect(engine, dataset)
     assert {used.kind for used in engine.used_strategies} == {layout.ONE_BY_ONE}
     assert [failure.position for failure in pending.failures] == [3]
@@ -386,7 +386,7 @@ def test_a_width_by_which_norms_differ_below_float32_is_not_used():
 
     dataset = cohorts.dataset([5] * 6)
     patched = mock.patch.object(dense_models, "norm_and_upper_bound", in_calls_of_eight)
-    with patched, cohorts.side_by_side():
+    with patched, cohorts.side_by_side(steps=(2,)):
         _, engine = _engine(units=7, jit_compile=None)  # No other test's.
         cohorts.collect(engine, dataset)
         (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
@@ -405,7 +405,7 @@ def test_a_place_that_computes_otherwise_is_not_used():
 
     dataset = cohorts.dataset([5] * 6)
     patched = mock.patch.object(dense_models, "norm_and_upper_bound", in_the_last_place)
-    with patched, cohorts.side_by_side():
+    with patched, cohorts.side_by_side(steps=(2,)):
         _, engine = _engine(units=8, jit_compile=None)  # No other test's.
         cohorts.collect(engine, dataset)
         assert {used.kind for used in engine.used_strategies} == {layout.ONE_BY_ONE}
@@ -428,7 +428,7 @@ def test_the_clip_holds_where_a_clients_steps_cancel_out(clip):
         engine = engine or cohorts.make_engine(
             model, dataset, jit_compile=None, mechanism=_fixed(clip)
         )
-        with cohorts.side_by_side():
+        with cohorts.side_by_side(steps=(1,)):
             moved = cohorts.update_of(cohorts.collect(engine, dataset, **options))
         assert references.l2_norm(moved) <= clip * 1.001
     assert engine.has_trained_side_by_side
@@ -442,7 +442,7 @@ def test_a_step_in_bfloat16_is_kerass_before_it_rounds_the_update():
     }
     dataset, options = cohorts.from_arrays(clients), {"local_epochs": 1}
     for jit_compile in (None, False):
-        with cohorts.policy("mixed_bfloat16"), cohorts.side_by_side():
+        with cohorts.policy("mixed_bfloat16"), cohorts.side_by_side(steps=(1,)):
             tf.keras.utils.set_random_seed(1)
             model = cohorts.sequential([40], _layers.Dense(3))
             engine = cohorts.make_engine(model, dataset, jit_compile=jit_compile)
@@ -541,16 +541,12 @@ def test_adaptive_local_dp_returns_the_norms_before_noise():
 
 @pytest.mark.parametrize("jit_compile", [False, None])
 def test_sums_in_steps_are_the_same_however_many_int32_holds(jit_compile, monkeypatch):
+    data = cohorts.dataset()
+    options = {"mechanism": _fixed(0.1), "max_parallel_clients": 1}
+    made = cohorts.make_engine(cohorts.mlp(), data, jit_compile=jit_compile, **options)
+
     def total():
-        with cohorts.side_by_side():
-            data = cohorts.dataset()
-            made = cohorts.make_engine(
-                cohorts.mlp(),
-                data,
-                jit_compile=jit_compile,
-                mechanism=_fixed(0.1),
-                max_parallel_clients=1,
-            )
+        with cohorts.side_by_side(steps=(2, 6)):
             pending = cohorts.collect(made, data, noise_multiplier=1.0)
         assert not {used.fine for used in made.used_strategies} - {False}
         assert {part.dtype.name for part in cohorts.update_of(pending)} == {"float64"}
