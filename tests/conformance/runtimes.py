@@ -116,7 +116,9 @@ def ray_workers():
 
     root = pathlib.Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, PYTHONPATH=path):
+    # Ray has its workers give way to everybody, and another test runs beside them.
+    changes = {"PYTHONPATH": path, "RAY_worker_niceness": "0"}
+    with mock.patch.dict(os.environ, changes):
         return runtimes.RayWorkers(num_workers=2).open()
 
 

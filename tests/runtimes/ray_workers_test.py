@@ -97,7 +97,7 @@ class _Case:
     def train(self, federated, clients=None, **arguments):
         clients = self.clients() if clients is None else clients
         options = {"rounds": _ROUNDS, "batch_size": 4, "seed": 5, **self.fit}
-        with side_by_side(self.side_by_side, self.small):
+        with side_by_side(self.side_by_side, self.small, steps=(1, 2)):
             return toy.fit(federated, data=clients, **options, **arguments)
 
 
