@@ -167,8 +167,20 @@ def _with_update(total: CohortSum, update: list[nests.Nest]) -> CohortSum:
     return total._replace(contribution=total.contribution._replace(update=update))
 
 
+# From so many weights on, the time of a call is less than that of a copy.
+_MANY_WEIGHTS = 2**20
+
+
+def _from_steps(part: np.ndarray | tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    numbers = _array(part)
+    if numbers.size >= _MANY_WEIGHTS:
+        return _from_steps_in_place(part, step)
+    # As `records.from_steps`.
+    return tf.convert_to_tensor(np.multiply(numbers, step.numpy(), dtype=np.float64))
+
+
 @tf.function(autograph=False, reduce_retracing=True)
-def _from_steps(part: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+def _from_steps_in_place(part: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
     # (A function reuses the memory of the cast.)
     return records.from_steps([part], step)[0]
 
@@ -188,6 +200,13 @@ class ThreadSum:
     total: CohortSum | None = None
     in_steps: Trained | None = None
     num_in_steps: int = 0
+
+    def join(self, other: ThreadSum) -> None:
+        """Adds another thread's clients."""
+        if other.in_steps is not None:
+            self.add(other.num_in_steps, other.in_steps)
+        if other.total is not None:
+            self._add_whole(other.total)
 
     def add(self, count: int, trained: Trained) -> None:
         """Adds the result of a compiled function, of `count` clients."""
@@ -217,6 +236,10 @@ class ThreadSum:
         self.total = total if self.total is None else self.total.plus(total)
 
 
+def _array(part: np.ndarray | tf.Tensor) -> np.ndarray:
+    return part if isinstance(part, np.ndarray) else nests.view(part)
+
+
 def _add_in_place(total: CohortSum, other: CohortSum) -> CohortSum:
     """Returns a sum whose update is that of `total`, changed in place, as arrays."""
     update = [
@@ -224,7 +247,7 @@ def _add_in_place(total: CohortSum, other: CohortSum) -> CohortSum:
         for part in _update(total)
     ]
     for part, added in zip(update, _update(other), strict=True):
-        np.add(part, nests.view(added), out=part)
+        np.add(part, _array(added), out=part)
     rest = _with_update(total, []).plus(_with_update(other, []))
     return _with_update(rest, update)
 

@@ -161,7 +161,7 @@ _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
 # Products of up to this many elements are computed for all clients at once, larger
 # ones one after another, so that they stay in the processor's cache.
-AT_ONCE = 2**16
+AT_ONCE = 2**15
 
 # The numbers that a client computes in a layer that is not narrow.
 _NARROW = 64

@@ -680,9 +680,11 @@ class CohortEngine:
         If no client could be trained, the round is still released, as pure noise. An
         error would reveal, free of charge, that no client had usable data.
         """
-        totals = [thread.convert() for thread in pending.threads]
-        pending.threads = []
-        pending.sums = [total for total in totals if total is not None]
+        first, *others = pending.threads
+        for thread in others:
+            first.join(thread)
+        total = first.convert()
+        pending.threads, pending.sums = [], [] if total is None else [total]
         if self._later_clip is None:
             return
         clipped = self._later_clip(pending)
