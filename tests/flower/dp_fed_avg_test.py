@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_the_count_is_noised():
         moves.append(move())
     assert max(map(abs, moves)) < 8 * 0.001
     assert np.std(moves) > 0.01 * 0.001
+
+
+def test_clients_that_hand_back_what_they_were_sent_moved_nothing():
+    # In the server's own process, it is one object, as the average of SecAgg+ is.
+    strategy = DPFedAvgFixed(older_api.Strategy(), 3, 1.0, 0.0)
+    manager = older_api.Manager("abc")
+    told = strategy.configure_fit(1, _SENT, manager)
+    done = {"num_examples": 1, "metrics": {}}
+    replies = [(c, SimpleNamespace(parameters=i.parameters, **done)) for c, i in told]
+    got, _ = strategy.aggregate_fit(1, replies, [])
+    np.testing.assert_array_equal(_flat(older_api.arrays(got)), _flat(_MODEL))
 
 
 def test_arguments_are_translated():

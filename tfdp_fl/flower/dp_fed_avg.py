@@ -144,7 +144,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
           LedgerWriteError: The round could not be recorded. Nothing is released then.
         """
         configured = self._open_round[1]
-        is_average = _is_one_average(results)
+        sent = None if configured is None else configured.template
+        is_average = _is_one_average(results, sent)
         if configured is not None and is_average:
             if self._secagg_step is None:
                 raise ValueError(
@@ -281,15 +282,16 @@ def _to_noise_site(server_side_noising: bool) -> str:
     return "server" if server_side_noising else "client"
 
 
-def _is_one_average(results: _Messages) -> bool:
+def _is_one_average(results: _Messages, sent: object) -> bool:
     """Returns whether all results share one object, as those from SecAgg+ do.
 
-    That object is then the average of all clients' updates.
+    That object is then the average of all clients' updates, unless it is the one that
+    was `sent`: clients of the server's own process may hand it back untrained.
     """
     parameters = [getattr(fit_res, "parameters", None) for _, fit_res in results]
-    return len(parameters) > 1 == len(set(map(id, parameters))) and hasattr(
-        parameters[0], "tensors"
-    )
+    if len(parameters) < 2 or len(set(map(id, parameters))) > 1:
+        return False
+    return parameters[0] is not sent and hasattr(parameters[0], "tensors")
 
 
 def _name_of(client: Hashable) -> Hashable:
