@@ -122,7 +122,8 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
     assert [e.round_index for e in contents.entries] == [0, 1, 2]
     assert {e.cohort_size for e in contents.entries} == {20}
     details = {"noise_multiplier": 1.0, "noise_generator": "philox"}
-    assert contents.entries[0].details == details
+    assert contents.entries[0].details == details | {"planned": [2]}
+    assert contents.entries[1].details == details  # It was the last one.
     assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Another run is refused, unless told to append.
     new = toy.federated()

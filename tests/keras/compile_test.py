@@ -192,7 +192,9 @@ def _with_large_features(scale, state="aggregate"):
     x, y = toy.arrays(400)
     rows = np.arange(400).reshape(40, 10)
     data = tfdp_fl.datasets.FederatedDataset.from_indices(scale * x, y, rows)
-    fed = toy.federated(model=toy.normalized(), non_trainable_state=state)
+    # Little noise, as it is read from what is released.
+    little = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1e-3)
+    fed = toy.federated(little, toy.normalized(), non_trainable_state=state)
     toy.fit(fed, 3, data=data)
 
 

@@ -1,5 +1,7 @@
 """Rounds of a random allocation: everybody once a pass, in secret."""
 
+import functools
+
 import dp_accounting
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ def _allocated(z=1.0, m=10, **options):
     return toy.federated(mechanism, None, m, **{**usual, **options})
 
 
+@functools.cache
 def _planned(rounds, z=1.0, n=toy.NUM_CLIENTS, m=10):
     return accounting.epsilon(z, _ALLOCATION, n, m, rounds, _DELTA, "pld")
 
