@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.engine import cohorts
 from tests.keras.hostile import HereWorkers
 from tfdp_fl import mechanisms, secure_aggregation
-from tfdp_fl.engine import layout, secure_sum
+from tfdp_fl.engine import dense_models, layout, secure_sum, side_by_side
 from tfdp_fl.flower import history, replies, sums
 from tfdp_fl.mechanisms import ClientWeighting
 
@@ -56,6 +56,7 @@ EXECUTORS = {
     "side by side": (_BEYOND, {"jit_compile": None, "max_parallel_clients": 2}),
     "side by side, fine": (_BEYOND, {**_LARGE_BATCHES, "noise": 1e-4}),
     "side by side, adaptive": (_BEYOND, {**_LARGE_BATCHES, "mechanism": _ADAPTIVE}),
+    "side by side, each product alone": (_BEYOND, {**_LARGE_BATCHES}),
     "side by side, on workers": (_BEYOND, {**_LARGE_BATCHES, "workers": True}),
     "hook": (_BEYOND, {"training": {"upload_hook": _half_more}}),
     "weighted": (_BEYOND, {"client_weighting": ClientWeighting.num_examples(9)}),
@@ -111,6 +112,7 @@ def _engine(name):
     spec = dataset.element_spec
     noise, secure = options.pop("noise", 1.0), options.pop("secure", False)
     workers, batch = options.pop("workers", False), options.pop("batch", 4)
+    alone = name.endswith("each product alone")  # As for wide layers.
     usual = {"mechanism": _FIXED}
     if options.pop("noise_generator", None):
         bind = _FIXED.bind
@@ -145,8 +147,11 @@ def _engine(name):
         )
         steps = None if batch == 4 else (1, 2, 6)
         beside = cohorts.side_by_side("side by side" in name, steps=steps)
+        wide = mock.patch.object(side_by_side, "_LONG", 1 if alone else 512)
+        large = mock.patch.object(dense_models, "AT_ONCE", 0 if alone else 2**15)
         # Of streamed clients, a few in each chunk.
-        with beside, mock.patch.object(layout, "CHUNK_BYTES", 400):
+        few = mock.patch.object(layout, "CHUNK_BYTES", 400)
+        with beside, wide, large, few:
             pending = engine.collect(dataset, inputs, train_chunk)
         if secure:
             protocol = secure_aggregation.AdditiveSecretSharing(bits=64)

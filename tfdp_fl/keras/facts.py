@@ -63,7 +63,7 @@ def statement_facts(
 
 def _planned_rounds(run: run_lib.Run) -> int | None:
     """Returns how many rounds might have run; None if no more than did."""
-    planned = max(run.rounds, run.most_rounds) + run.unrun.total()
+    planned = max(run.rounds, run.most_rounds) + run.num_unrun
     return planned if planned > run.rounds else None
 
 

@@ -127,7 +127,11 @@ def prepare(
         if not run.spending.by_client and (
             mechanism.overrides("noise_stddevs") or sampler is not run.sampler
         ):  # Rounds of that plan had a cost of their own.
-            fit_state |= {"unrun": run.charges_unrun(), "most_rounds": 0}
+            fit_state |= {
+                "unrun": run.charges_unrun(),
+                "num_unrun": run.num_unrun + max(0, run.most_rounds - run.rounds),
+                "most_rounds": 0,
+            }
         run = dataclasses.replace(run, **fit_state)
     return run, cohort_engine
 

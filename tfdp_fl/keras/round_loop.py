@@ -317,8 +317,6 @@ class RoundLoop:
                     run.prepaid_round = inputs.round_index
                 if run.populations[-1:] != [run.population]:
                     run.populations.append(run.population)
-                if run.unrun[cost]:
-                    run.unrun[cost] -= 1
         return paid
 
     def release(

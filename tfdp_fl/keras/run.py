@@ -149,6 +149,7 @@ class Run:
         and its budgets allow.
       unrun: The costs of rounds that a `fit` of earlier clients planned and did not
         run.
+      num_unrun: The number of those rounds.
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its
@@ -182,6 +183,7 @@ class Run:
     rounds: int = 0
     most_rounds: int = 0
     unrun: Charges = dataclasses.field(default_factory=collections.Counter)
+    num_unrun: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     mechanism_state: RoundState
@@ -257,6 +259,7 @@ class Run:
             **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
             "most_rounds": self.most_rounds,
             "unrun": [(each.to_json(), number) for each, number in self.unrun.items()],
+            "num_unrun": self.num_unrun,
             "populations": self.populations,
             "known_ledgers": self.known_ledgers,
             "plan": dataclasses.asdict(self.plan),
@@ -287,8 +290,9 @@ class Run:
         return dataclasses.replace(
             prepared,
             **{name: state[name] for name in _STORED_ATTRIBUTES},
-            # (Checkpoints of before November 2026 have neither.)
+            # (Checkpoints of before November 2026 have none of these.)
             most_rounds=state.get("most_rounds", 0),
+            num_unrun=state.get("num_unrun", 0),
             unrun=collections.Counter(
                 {
                     accounting.RoundCharge.from_json(text): number
@@ -464,14 +468,12 @@ class Run:
     def charges_unrun(self) -> Charges:
         """Returns the costs of rounds that were planned and have not run.
 
-        If a `fit` ended because of what its models showed, it might have run its plan
-        as well as what followed. So for each cost, this is the most that any `fit` had
-        left: whichever rounds run next, in whichever order, they are among these, and
-        the order of a fixed set of Gaussians, drawn from anybody's cohorts, does not
-        change what all of them cost.
+        A `fit` that ended because of what its models showed might have run its whole
+        plan, and a later one of other clients as well. So these add up. (A `fit` of
+        the same clients goes on with the plan of the one before.)
         """
         ahead = max(0, self.most_rounds - self.rounds)
-        return self.unrun | self.charges_ahead()(0, ahead)
+        return self.unrun + self.charges_ahead()(0, ahead)
 
     def epsilon_after(
         self,
