@@ -236,6 +236,33 @@ def _secure_sums():
 
 
 @pytest.mark.usefixtures("secure_sums")
+@pytest.mark.parametrize("site, bound", [("client", 5.0), ("server", 60.0)])
+def test_no_clip_of_a_cohort_fails_its_round(site, bound):
+    # Whether it fails would tell about the clients, and nothing would be charged.
+    z = 2.0
+    median = tfdp_fl.MedianClipping(
+        noise_multiplier=z, median_noise_multiplier=0.01, noise_site=site
+    )
+    process = aggregators.from_mechanism(
+        median,
+        9,
+        tff.aggregators.SecureSumFactory(bound),
+        sampling="fixed_size",
+        num_clients=9,
+    ).create(tff.TensorType(np.float32, [10]))
+    clips = []
+    for size in (1e-6, 0.1, 1e3):
+        values = [np.full(10, size, np.float32)] * 9
+        output = process.next(process.initialize(), values)
+        clips.append(float(output.measurements["clip_norm"]))
+    least, middle, most = clips
+    assert 1e-6 * 10**0.5 < least < middle
+    assert middle == pytest.approx(0.1 * 10**0.5, rel=0.01)
+    if site == "client":  # With 9.5 deviations of its noise, z S / 3, it can be sent.
+        assert most == pytest.approx(bound / (1 + 9.5 * z / 3), rel=1e-4)
+
+
+@pytest.mark.usefixtures("secure_sums")
 def test_sums_records_securely():
     given = {"noise_multiplier": 0.0, "clients_per_round": 2, "noise_site": "client"}
     process = aggregators.AdaptiveClippingFactory(

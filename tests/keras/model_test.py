@@ -277,6 +277,26 @@ def test_secure_aggregation_adds_up_the_same():
     assert not np.array_equal(start, toy.flat(plain))
 
 
+def test_a_clip_of_the_round_that_a_secure_sum_refuses_is_paid_for():
+    # The error depends on the cohort's private median, and quotes it.
+    median = tfdp_fl.MedianClipping(
+        noise_multiplier=1e4, median_noise_multiplier=0.1, noise_site="client"
+    )
+    spent = []
+    for largest in (2, 1e7):
+        protocol = AdditiveSecretSharing(max_share_value=largest)
+        fed = toy.federated(median, None, 7, secure_aggregation=protocol)
+        try:
+            toy.fit(
+                fed, data=toy.clients(7)
+            )  # All of them, so nothing else is prepaid.
+            assert largest > 2
+        except ValueError as error:
+            assert largest == 2 and "max_share_value of at least" in str(error)
+        spent.append(fed.epsilon(1e-5))
+    assert spent[0] == spent[1] > 10
+
+
 def test_a_value_too_large_to_share_does_not_end_the_training(capsys):
     x, y = toy.arrays(400)
     x[13] = 1e6  # The second of 40 clients.

@@ -133,6 +133,10 @@ def test_so_do_local_releases():
         expected = accounting.epsilon_of_mu_squared(mu_squared, DELTA)
         value = spent(state, strong, max_participations=most)
         assert value == pytest.approx(expected)
+    # Nobody knows to which of the two processes a cohort sent that was abandoned.
+    state = with_cohort(state, sampling.make_sampler("poisson", 1000, 100).draw())
+    expected = accounting.epsilon_of_mu_squared(3 * 4.0 + 3 * 4e-4, DELTA)
+    assert spent(state, strong) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

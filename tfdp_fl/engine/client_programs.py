@@ -32,6 +32,7 @@ class CohortPrograms:
       query: The mechanism's query.
       keeps_updates: Whether to keep each client's unclipped update instead of a sum.
       moments: Whether to compute Geyer's `Moments` too.
+      threads: See `program.Program`.
       traced: The programs traced so far, each once for any cohort and batch size.
     """
 
@@ -39,6 +40,7 @@ class CohortPrograms:
     query: cohort_query.CohortQuery
     keeps_updates: bool
     moments: bool
+    threads: int | None
     traced: dict[layout.Strategy, program_lib.Program] = dataclasses.field(
         default_factory=dict
     )
@@ -76,6 +78,7 @@ class CohortPrograms:
             layout.Chunk(x, y, table),
             model=self.trainer.model,
             xla=part.strategy.xla,
+            threads=self.threads,
         )
         return made
 

@@ -54,6 +54,16 @@ def default_parallel_clients(device: str) -> int:
         return max(1, os.cpu_count() or 1)
 
 
+def threads_per_call(device: str, calls: int) -> int | None:
+    """Returns how many threads an operation may use; None if TensorFlow decides.
+
+    Args:
+      device: The device.
+      calls: How many calls of programs there are at once.
+    """
+    return max(1, default_parallel_clients(device) // calls) if is_cpu(device) else None
+
+
 def clients_per_call(
     device: str, model: tf.keras.Model, elements: int, batch_size: int
 ) -> int | None:

@@ -174,8 +174,13 @@ class CohortEngine:
         self._label_ranges = trainer.label_ranges
         self._fallback = ""
         self.used_strategies: set[layout.Strategy] = set()
+        calls = min(self.max_parallel_clients, math.ceil(deployment.cohort_size(0)))
         self.programs = client_programs.CohortPrograms(
-            trainer, self.query, keeps_updates, between_client_variance
+            trainer,
+            self.query,
+            keeps_updates,
+            between_client_variance,
+            devices.threads_per_call(self.device, max(1, calls)),
         )
         self._later_clip = None
         if keeps_updates:

@@ -44,6 +44,7 @@ class Program:
       results: The results' specs.
       assertions: The names of further operations to run, which may raise.
       name: The program's own name.
+      threads: How many threads each operation may use; None: as many as there are.
       has_run: Whether a call of it has ever finished.
     """
 
@@ -53,6 +54,7 @@ class Program:
         *specs: Nest,
         model: tf.keras.Model | None = None,
         xla: bool = False,
+        threads: int | None = None,
     ):
         """Traces a function once.
 
@@ -61,6 +63,8 @@ class Program:
           *specs: A nest of `tf.TensorSpec` for each argument.
           model: The model in the function; errors name its layers.
           xla: Whether XLA compiles it.
+          threads: How many threads each operation may use (on a CPU, without XLA).
+            None: as many as there are.
 
         Raises:
           ValueError: It contains a forbidden operation or captures something mutable.
@@ -78,6 +82,7 @@ class Program:
         _rename_functions(definition)
         self.name = uuid.uuid4().hex
         self.has_run = False
+        self.threads = None if xla else threads
         self.definition = definition
         self.inputs = [tensor.name for tensor in inputs]
         self.constants = [outer for outer, _ in captures]
@@ -89,12 +94,42 @@ class Program:
         ]
         self.specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
         with _signals.defer_signals():
+            if self.threads is not None:
+                self._run = self._with_few_threads(self.threads)
+                return
             self._run = tf.compat.v1.wrap_function(self.import_into_graph, self.specs)
             if xla:
                 frozen = self._run
                 self._run = tf.function(
                     lambda *tensors: frozen(*tensors), autograph=False, jit_compile=True
                 ).get_concrete_function(*self.specs)
+
+    def _with_few_threads(self, threads: int) -> Callable[..., list[tf.Tensor]]:
+        """Returns a function of tensors whose operations use at most so many threads.
+
+        TensorFlow would split every operation among all cores. Where calls on several
+        threads use them already, that only makes them wait for each other. `MapDefun`
+        can limit it; it calls a function for each row of its arguments, here one.
+        """
+        row = tf.zeros([1])
+        frozen = tf.compat.v1.wrap_function(
+            lambda _, *tensors: self.import_into_graph(*tensors),
+            [tf.TensorSpec([], row.dtype), *self.specs],
+        )
+        frozen.add_to_graph()
+
+        def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            rows = tf.raw_ops.MapDefun(
+                arguments=[row],
+                captured_inputs=tensors,
+                output_types=[output.dtype for output in frozen.outputs],
+                output_shapes=[output.shape for output in frozen.outputs],
+                f=frozen,
+                max_intra_op_parallelism=threads,
+            )
+            return [tf.squeeze(each, 0) for each in rows]
+
+        return run
 
     def __getstate__(self) -> Json:
         """Returns everything that another process needs to run it."""

@@ -210,7 +210,9 @@ class RoundLoop:
     def charges_first(self, cohort: sampling.Cohort) -> bool:
         """See `algorithm.FrontEnd`."""
         is_charged = cohort.participation.charge_if_abandoned
-        return is_charged or self.run.spending.by_client
+        # A clip computed from the cohort decides whether a secure sum raises an error.
+        tells = self.setup.secure_aggregation and self.engine.query.two_phase
+        return bool(is_charged or tells or self.run.spending.by_client)
 
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
@@ -234,7 +236,7 @@ class RoundLoop:
         run.sampler.abandon(cohort)
         if run.spending.by_client:
             run.caveats.add("rounds_abandoned_charged")
-        elif not cohort.participation.charge_if_abandoned:
+        elif not self.charges_first(cohort):
             run.caveats.add("rounds_abandoned")
             for callback in self.federated:
                 if isinstance(callback, PrivacyBudget):

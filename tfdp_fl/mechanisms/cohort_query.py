@@ -177,6 +177,10 @@ class CohortQuery:
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip computed from the cohort's norms."""
         clip_norm = self.mechanism.clip_to_cohort(norms, state.without_memory())
+        return self.with_clip(state, clip_norm)
+
+    def with_clip(self, state: RoundState, clip_norm: tf.Tensor) -> RoundState:
+        """Returns the state of a round with another clip, and with its noise."""
         return self._with_client_noise(state._replace(clip_norm=clip_norm))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:

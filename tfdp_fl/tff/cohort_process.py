@@ -88,7 +88,9 @@ def create_cohort_process(
         return query.derive_sample_params(query_state)
 
     if query.two_phase:
-        clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
+        clip_to_cohort = _create_clip_to_cohort(
+            query, plan, query_state_type, value_type
+        )
     make_record = create_record_fn(
         query,
         derive_sample_params.type_signature.result,
@@ -367,13 +369,15 @@ def _without_varargs(function: Callable[..., Nest], arity: int) -> Callable[...,
 
 def _create_clip_to_cohort(
     query: cohort_query.CohortQuery,
+    plan: state.RoundPlan,
     query_state_type: tff.types.Type,
     value_type: tff.types.Type,
 ) -> tff.Computation:
     """Returns the phase that sets the clip from the norms of the cohort.
 
     The norms are collected, not summed, so the server sees each of them. The clients
-    only get the clip that is computed from them.
+    only get the clip that is computed from them. It is kept within the plan's limits:
+    a check that failed because of it would tell about the cohort, uncharged.
     """
     norms_type = tff.TensorType(np.float32, [None])
 
@@ -399,7 +403,10 @@ def _create_clip_to_cohort(
 
     @tff.tensorflow.computation(query_state_type, norms_type)
     def clip_to_cohort(query_state, norms):
-        return query.clip_to_cohort(query_state, norms)
+        least, most = plan.clip_limits(query, query_state)
+        clip_norm = query.clip_to_cohort(query_state, norms).clip_norm
+        clip_norm = tf.minimum(tf.maximum(clip_norm, least), most)
+        return query.with_clip(query_state, clip_norm)
 
     @tff.federated_computation(
         tff.FederatedType(query_state_type, tff.SERVER),

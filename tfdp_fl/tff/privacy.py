@@ -344,14 +344,15 @@ def _mu_squared_of_cohorts(
 ) -> list[float]:
     """Returns what each cohort's clients spent on what they sent, the most first.
 
-    Their noise protects what they sent in an abandoned round, too, and is spent.
+    Their noise protects what they sent in an abandoned round, too, and is spent. Which
+    process they sent it to is not recorded, so it costs what the dearest one does.
     """
     draws_by_round, later_draws = accounted.history.cohorts()
-    spent: list[float] = []
-    for line, draws in zip(lines, draws_by_round, strict=True):
-        spent += [line["mu_squared"]] * max(1, len(draws))
-    if later_draws:
-        spent += [float(mechanism.mu_squared(deployment))] * len(later_draws)
+    spent = [line["mu_squared"] for line in lines]
+    abandoned = len(later_draws) + sum(max(0, len(d) - 1) for d in draws_by_round)
+    if abandoned:
+        dearest = max(float(mechanism.mu_squared(deployment)), *spent, 0.0)
+        spent += [dearest] * abandoned
     return sorted(spent, reverse=True)
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -239,6 +239,24 @@ class RoundPlan:
                 [history.attempted, [tf.size(history.attempts, tf.int64)]], axis=0
             ),
         )
+
+    def clip_limits(
+        self, query: cohort_query.CohortQuery, query_state: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the least and the largest clip that `check_size` allows in a round.
+
+        Args:
+          query: Its bound and its noise are proportional to the clip.
+          query_state: The round's state.
+        """
+        least, most = tf.constant(self.min_clip_norm), tf.constant(math.inf)
+        if "update" in self.limits:
+            one = query.with_clip(query_state, tf.ones([]))
+            share = tf.cast(query.noise_shares(one)["update"], tf.float32)
+            bound = tf.cast(query.l2_norm_bound(one), tf.float32)
+            most = self.limits["update"] / (bound + LARGEST_DRAW * share)
+        # (Neither is off by more than rounding.)
+        return least * (1 + 1e-5), most * (1 - 1e-5)
 
     def check_size(
         self,
