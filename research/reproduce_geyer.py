@@ -197,7 +197,6 @@ def main(argv: Sequence[str]) -> None:
     chosen = flags.FLAGS
     if not chosen.data_path:
         sys.exit("reproduce_geyer.py: --data_path must be given.")
-    training.use_one_thread_per_operation()
     seeds, rounds = (1, 3) if chosen.quick else (chosen.seeds, None)
     root = pathlib.Path(chosen.output_dir)
     try:

@@ -27,7 +27,7 @@ from tfdp_fl.mechanisms import declaration
 # Before the next imports, which define flags for the mechanisms registered so far.
 declaration.load_named_in(sys.argv[1:], "mechanism_module")
 
-from tfdp_fl.experiments import sweeps, training
+from tfdp_fl.experiments import sweeps
 
 _CONFIG = flags.DEFINE_string(
     "config",
@@ -59,7 +59,6 @@ def main(argv: Sequence[str]) -> None:
     path = pathlib.Path(_CONFIG.value)
     if not path.exists() and (_BUILT_IN / f"{path.name}.json").exists():
         path = _BUILT_IN / f"{path.name}.json"
-    training.use_one_thread_per_operation()
     try:
         config = json.loads(path.read_text("utf-8"))
         if _DATA_PATH.value:

@@ -68,11 +68,6 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"{_progress.name()}: {argv[1]!r} is not a flag.")
     given = settings_lib.given_flags()
-    if training.use_one_thread_per_operation():
-        print(
-            "Each TensorFlow operation uses one thread; clients train in parallel on "
-            f"{os.cpu_count()} cores."
-        )
     try:
         settings = Settings(**given)
         output_dir = _OUTPUT_DIR.value or os.path.join(

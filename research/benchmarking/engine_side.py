@@ -11,7 +11,6 @@ import tensorflow as tf
 from research.benchmarking import machine, workloads
 from tfdp_fl import datasets, keras, matrix_factorization, mechanisms
 from tfdp_fl.engine import lookups
-from tfdp_fl.experiments import training
 
 # Groups of clients that take part in turn, under cyclic sampling.
 GROUPS = 8
@@ -103,10 +102,7 @@ class _Run:
 class EngineSide:
     """Any number of runs in one process, that are measured in turns."""
 
-    def __init__(self, one_thread_per_operation: bool = True):
-        """Sets TensorFlow's threads as scripts/train.py does."""
-        if one_thread_per_operation:
-            training.use_one_thread_per_operation()
+    def __init__(self):
         self._runs: dict[str, _Run] = {}
 
     def add(

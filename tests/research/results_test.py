@@ -68,7 +68,7 @@ _TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
 @pytest.fixture(name="side")
 def _side(monkeypatch):
     monkeypatch.setitem(workloads.WORKLOADS, "mlp_small", _TINY)
-    return engine_side.EngineSide(one_thread_per_operation=False)
+    return engine_side.EngineSide()
 
 
 def test_every_round_is_timed_and_runs_are_equally_long(side):

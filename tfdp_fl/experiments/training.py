@@ -54,24 +54,6 @@ _OWN_FILES = (
 )
 
 
-def use_one_thread_per_operation() -> bool:
-    """Gives each TensorFlow operation one thread, so that all cores train clients.
-
-    Several clients train in parallel, and operations that each use all cores would slow
-    each other down. Call it before TensorFlow starts.
-
-    Returns:
-      Whether it is set; False if TensorFlow has already started with other threads.
-    """
-    threading = tf.config.threading
-    try:
-        threading.set_intra_op_parallelism_threads(1)
-        threading.set_inter_op_parallelism_threads(os.cpu_count() or 1)
-    except RuntimeError:
-        return threading.get_intra_op_parallelism_threads() == 1
-    return True
-
-
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A run that has been checked, but not started.
