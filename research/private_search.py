@@ -153,10 +153,7 @@ def accuracies(data: Data, seeds: int = 3):
         for candidate in _CANDIDATES:
             fed = data.build(**candidate, noise_multiplier=noise_multiplier)
             fed.fit(
-                data.clients,
-                rounds=data.rounds,
-                batch_size=data.batch_size,
-                verbose=0,
+                data.clients, rounds=data.rounds, batch_size=data.batch_size, verbose=0
             )
             both = (data.public, data.unseen)
             scores = [fed.evaluate(*half, verbose=0)[1] for half in both]

@@ -59,11 +59,7 @@ def draw(found: list[fine_tuning.Row]) -> None:
 
 def _layers(inputs: int, hidden: int) -> list[Any]:
     layers = tf.keras.layers
-    return [
-        layers.Input((inputs,)),
-        layers.Dense(hidden, "relu"),
-        layers.Dense(10),
-    ]
+    return [layers.Input((inputs,)), layers.Dense(hidden, "relu"), layers.Dense(10)]
 
 
 def tasks(path: str) -> dict[str, Any]:

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.datasets import FederatedDataset, limit_rows_per_client
-    from tfdp_fl.keras import (
-        DPFederatedModel,
-        PrivateMetrics,
-        callbacks,
-        validate,
-    )
+    from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, callbacks, validate
     from tfdp_fl.keras.make_private import make_private
     from tfdp_fl.matrix_factorization import BLT, BandedToeplitz
     from tfdp_fl.mechanisms import (

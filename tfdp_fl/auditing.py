@@ -77,7 +77,7 @@ class CanaryAudit:
         if self.num_canaries < 2:
             raise ValueError(f"num_canaries must be at least 2, got {num_canaries!r}.")
         self.iterates = _validate.one_of((FINAL, ALL), iterates=iterates)
-        self._engine: engine.CohortEngine | None = None
+        self._engine: Any = None  # Set by `begin`.
         self._rounds = 0
         self._scores: Scores | None = None
 
@@ -130,7 +130,7 @@ class CanaryAudit:
           pending: The round, collected but not released.
           charge: The round's cost, which includes how the cohort was drawn.
         """
-        query, spec = self._require_engine().query, self._require_engine().update_spec
+        query, spec = self._engine.query, self._engine.update_spec
         params = query.derive_sample_params(pending.state)
         norm = tf.cast(query.l2_norm_bound(pending.state), tf.float32)
         scale = query.mechanism.contribution_of_norm(
@@ -244,19 +244,10 @@ class CanaryAudit:
 
     # Details.
 
-    def _require_engine(self) -> engine.CohortEngine:
-        if self._engine is None:
-            raise ValueError("audit must have begun.")
-        return self._engine
-
     def _weights(self) -> np.ndarray:
         """Returns the weights that clients update, float64 [d]."""
-        variables = [
-            variable.numpy() for variable in self._require_engine().server.variables
-        ]
-        return np.concatenate(
-            [variable.astype(np.float64).ravel() for variable in variables]
-        )
+        variables = [each.numpy() for each in self._engine.server.variables]
+        return np.concatenate([each.astype(np.float64).ravel() for each in variables])
 
     def _draw(self, charge: charge_lib.RoundCharge) -> np.ndarray:
         """Draws the canaries of a round, in the same way as clients."""
@@ -278,7 +269,7 @@ class CanaryAudit:
         if not charge.sampling.startswith("cyclic"):
             return np.flatnonzero(drawn < probability)
         # Each is in one of b groups, which take turns.
-        groups = self._require_engine().query.mechanism.min_separation
+        groups = self._engine.query.mechanism.min_separation
         groups = groups or max(1, int(population // size))
         if "groups" not in self._positions:
             self._positions["groups"] = self._rng.integers(

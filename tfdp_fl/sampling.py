@@ -106,11 +106,6 @@ def expected_sizes(
     )
 
 
-def _freeze(positions: np.ndarray) -> np.ndarray:
-    positions.setflags(write=False)
-    return positions
-
-
 def seed_sequence(
     seed: int, stream: int, attempt: tuple[int, ...]
 ) -> np.random.SeedSequence:
@@ -234,8 +229,10 @@ class CohortSampler(abc.ABC):
                 "released, abandon(cohort) if nothing of it is, or run it again "
                 "(sampler.unsettled)."
             )
+        positions = self._draw(self.next_round)
+        positions.setflags(write=False)
         self.unsettled = Cohort(
-            positions=_freeze(self._draw(self.next_round)),
+            positions=positions,
             participation=self.participation(self.next_round),
             round_index=self.next_round,
             draw_id=secrets.token_hex(8),
@@ -407,9 +404,12 @@ class CohortSampler(abc.ABC):
             self._order = (stream, rng.permutation(self.num_clients))
         return self._order[1]
 
-    def _without_replacement(self, rng: np.random.Generator, size: int) -> np.ndarray:
+    def _without_replacement(
+        self, rng: np.random.Generator, size: int, among: np.ndarray | None = None
+    ) -> np.ndarray:
         # Floyd's algorithm in NumPy: time and memory O(size), not O(N).
-        drawn = rng.choice(self.num_clients, size=size, replace=False, shuffle=False)
+        clients = self.num_clients if among is None else among
+        drawn = rng.choice(clients, size=size, replace=False, shuffle=False)
         return np.sort(drawn.astype(np.int64))
 
 
@@ -767,11 +767,8 @@ class CyclicSampler(CohortSampler):
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
-        size = int(self._nominal_size(0))
-        members = self._generator(round_index).choice(
-            self._group(), size=size, replace=False, shuffle=False
-        )
-        return np.sort(members.astype(np.int64))
+        size, rng = int(self._nominal_size(0)), self._generator(round_index)
+        return self._without_replacement(rng, size, self._group())
 
     def release(self, cohort: Cohort) -> None:
         """See base class; then it is the next group's turn."""

@@ -17,8 +17,7 @@ GROUPS = 8
 
 MECHANISMS = {
     "fixed": lambda: mechanisms.FixedClipping(
-        clip_norm=workloads.CLIP_NORM,
-        noise_multiplier=workloads.NOISE_MULTIPLIER,
+        clip_norm=workloads.CLIP_NORM, noise_multiplier=workloads.NOISE_MULTIPLIER
     ),
     # Three buffers, which the best ones of few rounds would be fewer than.
     "correlated": lambda: mechanisms.CorrelatedNoise(
@@ -169,11 +168,7 @@ class EngineSide:
         return datasets.FederatedDataset.from_indices(x, y, indices)
 
     def measure(
-        self,
-        run: str,
-        seconds: float,
-        min_rounds: int = 1,
-        max_rounds: int = 200,
+        self, run: str, seconds: float, min_rounds: int = 1, max_rounds: int = 200
     ) -> list[float]:
         """Runs rounds for about so long; returns the seconds of each.
 

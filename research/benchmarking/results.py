@@ -23,11 +23,7 @@ def revision() -> str:
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", *arguments],
-            capture_output=True,
-            check=True,
-            text=True,
-            cwd=folder,
+            ["git", *arguments], capture_output=True, check=True, text=True, cwd=folder
         ).stdout.strip()
 
     try:

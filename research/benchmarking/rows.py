@@ -19,7 +19,6 @@ from research.rivals import programs
 
 Result = dict[str, Any]
 
-POPULATIONS = (10**3, 10**6)
 # A setting of TFF that takes more than so many times the best is not pursued.
 _NEAR = 1.3
 # How often the sides take turns in each of several runs.
@@ -241,15 +240,6 @@ def sharded(context: Context) -> Result:
     return {"workers": workers, "workloads": found}
 
 
-def population(context: Context) -> Result:
-    """Compares rounds of the same cohort out of a small and a large population."""
-    runs = {
-        str(count): {"workload": "mlp_small", "population": count}
-        for count in POPULATIONS
-    }
-    return in_runs(context, partial(_compared, context, runs, 1.0))
-
-
 def small_and_large(context: Context) -> Result:
     """Compares work that is small by what else there is with such that is large."""
     from research.benchmarking import growth
@@ -387,7 +377,6 @@ def _rows() -> list[Row]:
             for work in works
         ],
         Row("sharded_ray", "ray", "on Ray workers", sharded),
-        Row("population", "growth", "time by population", population),
         Row("small_and_large", "growth", "small against large", small_and_large),
         Row("large_models", "growth", "memory of large models", large_models),
         Row(

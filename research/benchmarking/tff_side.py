@@ -58,9 +58,7 @@ class TFFSide:
                 work.batch_size
             )
             for features, labels in zip(
-                np.split(x, work.clients),
-                np.split(y, work.clients),
-                strict=True,
+                np.split(x, work.clients), np.split(y, work.clients), strict=True
             )
         ]
         self._workers: set[int] = set()

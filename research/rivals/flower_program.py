@@ -14,10 +14,7 @@ import torch
 from flwr.client import ClientApp, NumPyClient
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
-from flwr.server.strategy import (
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAvg,
-)
+from flwr.server.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from flwr.simulation import run_simulation
 
 from research.rivals import work as work_lib

@@ -61,15 +61,7 @@ def python(name: str, say: Callable[[str], None]) -> str:
     maker = _ROOT / ".venv" / "bin" / "python"
     for command in (
         [str(maker), "-m", "venv", "--clear", str(folder)],
-        [
-            interpreter,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "-r",
-            str(requirements),
-        ],
+        [interpreter, "-m", "pip", "install", "--quiet", "-r", str(requirements)],
     ):
         _output(command, timeout=1800)
     made.write_bytes(requirements.read_bytes())
@@ -116,9 +108,7 @@ def seconds(name: str, interpreter: str, setting: str, **work: Any) -> list[floa
 
 
 def _output(
-    command: Sequence[str],
-    timeout: float,
-    environment: Mapping[str, str] | None = None,
+    command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
 ) -> str:
     """Returns what a program prints; ends it with all that it started."""
     process = subprocess.Popen(

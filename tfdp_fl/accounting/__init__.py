@@ -1,8 +1,12 @@
 """Privacy accounting of the rounds that actually ran."""
 
 from tfdp_fl.accounting.account import Charge, ChargeError, PrivacyAccount
-from tfdp_fl.accounting.accountant import PrivacyAccountant, select_accountant
-from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
+from tfdp_fl.accounting.accountant import (
+    BudgetExceededError,
+    PrivacyAccountant,
+    PrivacyBudget,
+    select_accountant,
+)
 from tfdp_fl.accounting.charge import Participation, Relation, RoundCharge
 from tfdp_fl.accounting.gaussian import (
     analytic_noise_multiplier,

@@ -22,8 +22,12 @@ import numpy as np
 from tfdp_fl import _signals, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
-from tfdp_fl.accounting.accountant import PrivacyAccountant, one_at_a_time
-from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
+from tfdp_fl.accounting.accountant import (
+    BudgetExceededError,
+    PrivacyAccountant,
+    PrivacyBudget,
+    one_at_a_time,
+)
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, TrustModel

@@ -62,9 +62,7 @@ _ALLOCATION_CELLS, _ALLOCATION_COARSE_CELLS = 1000, 600
 
 @functools.lru_cache(maxsize=2**16)
 def rdp_curve(
-    event: dp_accounting.DpEvent,
-    relation: dp_accounting.NeighboringRelation,
-    part: int,
+    event: dp_accounting.DpEvent, relation: dp_accounting.NeighboringRelation, part: int
 ) -> np.ndarray:
     """Returns an event's Renyi divergence at each of `PARTS[part]`.
 
@@ -108,8 +106,7 @@ def rdp_curve(
 
 @functools.lru_cache(maxsize=256)
 def _curves_of_best_trial(
-    event: BestOfTrialsDpEvent,
-    relation: dp_accounting.NeighboringRelation,
+    event: BestOfTrialsDpEvent, relation: dp_accounting.NeighboringRelation
 ) -> list[np.ndarray]:
     """Returns the curve of the best trial at each of `PARTS`.
 
@@ -131,9 +128,7 @@ def _curves_of_best_trial(
 
 
 def rdp_of_trial(
-    event: dp_accounting.DpEvent,
-    relation: dp_accounting.NeighboringRelation,
-    part: int,
+    event: dp_accounting.DpEvent, relation: dp_accounting.NeighboringRelation, part: int
 ) -> np.ndarray:
     """Returns a trial's curve, summed from the cached curves of its rounds."""
     if isinstance(event, dp_accounting.SelfComposedDpEvent):

@@ -39,8 +39,11 @@ import tfdp_fl
 from tfdp_fl import _files, _signals, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.accounting.accountant import PrivacyAccountant
-from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
+from tfdp_fl.accounting.accountant import (
+    BudgetExceededError,
+    PrivacyAccountant,
+    PrivacyBudget,
+)
 from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 

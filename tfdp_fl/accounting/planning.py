@@ -98,11 +98,8 @@ def epsilon(
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
     """
-    return PrivacyAccountant(
-        _plan_charges(
-            noise_multiplier, sampling, num_clients, clients_per_round, rounds
-        )
-    ).epsilon(delta, accountant)
+    plan = noise_multiplier, sampling, num_clients, clients_per_round, rounds
+    return PrivacyAccountant(_plan_charges(*plan)).epsilon(delta, accountant)
 
 
 def delta(
@@ -115,11 +112,8 @@ def delta(
     accountant: str = "rdp",
 ) -> float:
     """Returns delta at an epsilon; the arguments are those of `epsilon`."""
-    return PrivacyAccountant(
-        _plan_charges(
-            noise_multiplier, sampling, num_clients, clients_per_round, rounds
-        )
-    ).delta(epsilon, accountant)
+    plan = noise_multiplier, sampling, num_clients, clients_per_round, rounds
+    return PrivacyAccountant(_plan_charges(*plan)).delta(epsilon, accountant)
 
 
 def max_rounds(
@@ -156,10 +150,7 @@ def max_rounds(
 
     def affordable_rounds(by: str, guess: int, limit: int) -> int:
         def cost(rounds: int) -> float:
-            history = PrivacyAccountant(
-                _plan_charges(z, sampling, num_clients, m, rounds)
-            )
-            return history.epsilon(delta, by)
+            return epsilon(z, sampling, num_clients, m, rounds, delta, by)
 
         return largest_affordable(cost, target, limit, guess)
 
@@ -277,9 +268,7 @@ def calibrate(
         aim: float = target,
         slack: float = 0,
     ) -> float:
-        def cost(z: float) -> float:
-            return epsilon(z, by, coarse=slack > 0)
-
+        cost = functools.partial(epsilon, by=by, coarse=slack > 0)
         return _solve(cost, aim, start, factor, limit, delta, slack)
 
     z = min(1.0, limit)

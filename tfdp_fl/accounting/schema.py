@@ -17,25 +17,23 @@ MAX_TRIAL_COSTS = 64
 Check = Callable[[object], bool]
 
 
-def _number(low: float, high: float, *special: float) -> Check:
+def _number(low: float, high: float, *special: float, kind: Any = int | float) -> Check:
     """Returns a check for numbers in a range, or special ones."""
     return lambda value: (
-        isinstance(value, int | float)
+        isinstance(value, kind)
         and not isinstance(value, bool)
         and (low <= value <= high or value in special)
     )
 
 
 def _integer(low: int, high: int) -> Check:
-    return lambda value: (
-        isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    )
+    return _number(low, high, kind=int)
 
 
-def _list(check: Check, max_length: int) -> Check:
+def _list(check: Check, max_length: float, min_length: int = 1) -> Check:
     return lambda value: (
         isinstance(value, list | tuple)
-        and 0 < len(value) <= max_length
+        and min_length <= len(value) <= max_length
         and all(map(check, value))
     )
 
@@ -67,11 +65,7 @@ _FIELDS: dict[str, dict[str, Check]] = {
     },
     "ZCDpEvent": {"rho": _number(0.0, 1e12), "xi": _number(0.0, 1e12)},
     "SelfComposedDpEvent": {"event": _is_event, "count": _integer(0, 2**40)},
-    "ComposedDpEvent": {
-        "events": lambda value: (
-            isinstance(value, list | tuple) and all(map(_is_event, value))
-        )
-    },
+    "ComposedDpEvent": {"events": _list(_is_event, math.inf, min_length=0)},
     "PoissonSampledDpEvent": {"sampling_probability": _PROBABILITY, "event": _is_event},
     "SampledWithReplacementDpEvent": {
         "source_dataset_size": _SIZE,

@@ -224,9 +224,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         planned = None if planned is None else max(planned, best)
     content: Json = {
         **vars(facts),
-        "epsilon_of_planned_rounds": None
-        if planned is None
-        else _files.to_finite(planned),
+        "epsilon_of_planned_rounds": _files.to_finite(planned),
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
         "delta": delta,
@@ -321,15 +319,10 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
 
 def _range(sizes: float | Sequence[float]) -> Json:
     values = list(sizes) if isinstance(sizes, Sequence) else [sizes]
-    figures: dict[str, Callable[..., float]]
-    figures = {"min": min, "max": max, "mean": statistics.fmean}
-    return {
-        "count": len(values),
-        **{
-            name: float(function(values)) if values else None
-            for name, function in figures.items()
-        },
-    }
+    figures: Any = {"min": min, "max": max, "mean": statistics.fmean}
+    for name, function in figures.items():
+        figures[name] = float(function(values)) if values else None
+    return {"count": len(values), **figures}
 
 
 @functools.cache

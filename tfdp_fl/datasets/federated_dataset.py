@@ -119,11 +119,7 @@ class FederatedDataset:
 
     @classmethod
     def from_indices(
-        cls,
-        x: Nest,
-        y: Nest,
-        indices: Indices,
-        sample_weight: Nest | None = None,
+        cls, x: Nest, y: Nest, indices: Indices, sample_weight: Nest | None = None
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
 

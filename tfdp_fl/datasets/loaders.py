@@ -326,9 +326,7 @@ def shakespeare_vocabulary() -> tuple[str, ...]:
 
 
 def load_shakespeare(
-    path: str | os.PathLike[str],
-    sequence_length: int = 80,
-    clients_per_role: int = 1,
+    path: str | os.PathLike[str], sequence_length: int = 80, clients_per_role: int = 1
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     r"""Loads plays for next-character prediction, one client per speaking role.
 

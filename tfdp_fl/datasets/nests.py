@@ -407,9 +407,7 @@ def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
 
 def no_examples(spec: Nest) -> Nest:
     """Returns arrays with zero examples of the given spec."""
-    return tf.nest.map_structure(
-        lambda leaf: np.zeros([0, *leaf.shape], leaf.dtype.as_numpy_dtype), spec
-    )
+    return _ones(spec, 0)
 
 
 def describe_spec(spec: Nest) -> str:

@@ -234,7 +234,12 @@ class MixedSource:
                 x, y = self.read(position)
                 try:
                     examples = _apply(fn, x, y)
-                    _check_number(_client_arrays(examples)[2], size)
+                    number = _client_arrays(examples)[2]
+                    if number != size:
+                        raise nests.ExamplesValueError(
+                            "fn must return as many examples as it gets, got "
+                            f"{number} for {size}."
+                        )
                     num_mapped += 1
                 except Exception as error:
                     examples, failed[position] = ([], []), error
@@ -480,14 +485,6 @@ def _apply(
     """Returns `fn(x, y)`, with the weights unless `fn` changes them."""
     mapped = nests.pair(fn(x, nests.labels_of(y)), "fn must return")
     return nests.pair((*mapped, nests.weights_of(y)))
-
-
-def _check_number(number: int, given: int) -> None:
-    """Raises an error unless a function returned as many examples as it got."""
-    if number != given:
-        raise nests.ExamplesValueError(
-            f"fn must return as many examples as it gets, got {number} for {given}."
-        )
 
 
 def pack(

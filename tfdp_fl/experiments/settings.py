@@ -49,13 +49,6 @@ _MECHANISM_DEFAULTS: dict[str, Json] = {
 
 _DATASETS = ("digits", "mnist", "shakespeare")
 
-SERVER_SETTINGS = (
-    "server_learning_rate",
-    "server_momentum",
-    "server_schedule",
-    "server_ema",
-)
-
 
 class Option(NamedTuple):
     """The declaration of a setting.
@@ -472,11 +465,8 @@ def _help(option: Option) -> str:
         text += f" For {_required_flag(option)}."
     if isinstance(option.default, list):
         pairs = zip(_DATASETS, option.default, strict=True)
-        by_dataset = {dataset: value for dataset, value in pairs if value is not None}
-        values = ", ".join(
-            f"{dataset}: {value}" for dataset, value in by_dataset.items()
-        )
-        text += f" ({values})"
+        values = [f"{name}: {value}" for name, value in pairs if value is not None]
+        text += f" ({', '.join(values)})"
     return text
 
 

@@ -92,10 +92,7 @@ def expand(config: Mapping[str, Any]) -> list[SweepRun]:
     return sweep_runs
 
 
-def run_sweep(
-    config: Mapping[str, Any],
-    output_dir: str | os.PathLike[str],
-) -> None:
+def run_sweep(config: Mapping[str, Any], output_dir: str | os.PathLike[str]) -> None:
     """Runs a sweep in this process, one run after another.
 
     Each run writes its files to its own directory. After each run, two tables are
@@ -151,11 +148,7 @@ def _run_or_resume(sweep_run: SweepRun, path: pathlib.Path) -> Json:
     resume = any((path / training.CHECKPOINT).glob("*.npz"))
     prepared = training.prepare(sweep_run.settings)
     result = training.run(
-        prepared,
-        path,
-        overwrite=path.exists() and not resume,
-        resume=resume,
-        verbose=0,
+        prepared, path, overwrite=path.exists() and not resume, resume=resume, verbose=0
     )
     if _is_interrupted(result):
         raise KeyboardInterrupt

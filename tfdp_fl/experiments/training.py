@@ -155,7 +155,7 @@ def _make_federated_model(
 
 
 def _make_server_optimizer(settings: Settings) -> tf.keras.optimizers.Optimizer | None:
-    if not any(getattr(settings, name) for name in settings_lib.SERVER_SETTINGS):
+    if not any(v for name, v in vars(settings).items() if name.startswith("server_")):
         return None
     rate: Any = float(settings.server_learning_rate or 1.0)
     if settings.server_schedule == "linear":
@@ -246,7 +246,8 @@ def run(
         result = future.result()
     if stopped != INTERRUPTED and not settings.checkpoint_every:
         # This comes last, so that a run that is interrupted before can be resumed.
-        _delete_checkpoints(path)
+        (path / CHECKPOINT / LEDGER).replace(path / LEDGER)
+        shutil.rmtree(path / CHECKPOINT)
     return result
 
 
@@ -257,8 +258,7 @@ def _write_files(
     model = federated_model.model
     tasks.with_feature_layers(prepared.task, model).save(path / MODEL)
     _files.write_text(
-        path / STATEMENT,
-        f"{federated_model.privacy_statement(prepared.delta)}\n",
+        path / STATEMENT, f"{federated_model.privacy_statement(prepared.delta)}\n"
     )
     statement: Any = federated_model.privacy_statement(prepared.delta, format="dict")
     write_json(path / STATEMENT_JSON, statement)
@@ -315,21 +315,13 @@ def check_directory(
         )
 
 
-def clear_directory(path: str | os.PathLike[str]) -> None:
+def clear_directory(path: pathlib.Path) -> None:
     """Removes the files of an earlier run, and no others."""
-    path = pathlib.Path(path)
     for name in _OWN_FILES:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
         else:
             (path / name).unlink(missing_ok=True)
-
-
-def _delete_checkpoints(path: str | os.PathLike[str]) -> None:
-    """Removes the checkpoints of a run that has ended, but keeps their ledger."""
-    path = pathlib.Path(path)
-    (path / CHECKPOINT / LEDGER).replace(path / LEDGER)
-    shutil.rmtree(path / CHECKPOINT)
 
 
 def write_json(path: pathlib.Path, value: object) -> None:

@@ -4,12 +4,11 @@ Nothing here imports Flower: the wrappers rely only on the methods of the wrappe
 objects. Clients do not import TensorFlow.
 """
 
-from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod
+from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod, silo_app
 from tfdp_fl.flower.dp_fed_avg import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed
 from tfdp_fl.flower.history import ReleasedRound
 from tfdp_fl.flower.private_rounds import RoundNotConfiguredError
 from tfdp_fl.flower.private_strategy import PrivateStrategy
-from tfdp_fl.flower.silo_app import silo_app
 
 __all__ = [
     "DPFedAvg",

@@ -1,13 +1,15 @@
 """The client's side: clips each update, and adds noise if the server asks for it.
 
 There is one for each of Flower's APIs: a wrapper for a `NumPyClient`, and a mod for a
-`ClientApp`. Both do the same, and neither keeps any state between rounds.
+`ClientApp`. Both do the same, and neither keeps any state between rounds. A node that
+is an organisation is a `tfdp_fl.Silo` as a `ClientApp` (`silo_app`).
 """
 
 from __future__ import annotations
 
 import collections
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -21,12 +23,14 @@ from tfdp_fl.terms import Json
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.client import Client, NumPyClient
+    from flwr.clientapp import ClientApp
 
 # Flower's scalars by name, as they came from the server.
 Config: TypeAlias = Mapping[str, Any]
+# A `tfdp_fl.Silo` and `PrivateMetrics`, whose packages this one must not import.
+_Silo: TypeAlias = Any
+_Metrics: TypeAlias = Any
 
-_First = TypeVar("_First")
-_Second = TypeVar("_Second")
 _Result = TypeVar("_Result")
 
 _logger = logging.getLogger(__name__)
@@ -320,15 +324,80 @@ def private_mod(
     return reply
 
 
-def call_client_code(
-    train: Callable[[_First, _Second], _Result], first: _First, second: _Second
-) -> _Result:
+def silo_app(
+    make_silo: Callable[..., _Silo], private_metrics: _Metrics = None
+) -> ClientApp:
+    """Returns a `ClientApp` whose node is one silo, under any of Flower's strategies.
+
+        app = silo_app(lambda context: tfdp_fl.Silo(build, x, y, ...))
+
+    A train message's only ArrayRecord goes to `Silo.train`. The reply has the answer
+    under the same names, and the metrics "num-examples" (the declared number of people,
+    which strategies use as the weight), "rounds", "epsilon" and "spent" (0 or 1). The
+    process may end after each message, as the silo continues from its directory. If the
+    same message is sent again, it gets the same reply. Make the silo once by hand
+    before its node starts: problems with its table are then reported to you, whereas
+    later the node's error would reveal them to the server.
+
+    Args:
+      make_silo: Returns a `tfdp_fl.Silo`. It is called with Flower's `Context` (or
+        without arguments, if it takes none) when a node gets its first message in a
+        process.
+      private_metrics: The `tfdp_fl.PrivateMetrics` that answer each evaluate message,
+        and are charged each time; None: answers have only the declared number of
+        people.
+
+    Raises:
+      RuntimeError: For a message that the silo refuses. Only the type of the error
+        leaves the node; the full error is in the node's own log.
+    """
+    silos: dict[int, _Silo] = {}
+    app = importlib.import_module("flwr.clientapp").ClientApp()
+
+    def answer(message: Message, context: Context, kind: str) -> Message:
+        if context.node_id not in silos:
+            arguments = (context,) if inspect.signature(make_silo).parameters else ()
+            silos[context.node_id] = make_silo(*arguments)
+        silo = silos[context.node_id]
+        metrics: Json = {DEFAULT_WEIGHT_KEY: silo.num_people}
+        records: Json = {}
+        key, record = only_record(message.content, "The server")
+        weights = [array.numpy() for array in record.values()]
+        metadata = message.metadata
+        message_id = (
+            f"{metadata.run_id} {metadata.message_id}" if metadata.message_id else None
+        )
+        if kind == "train":
+            update = silo.train(weights, message_id)
+            returned = dict(zip(record, update.weights, strict=True))
+            records[key] = array_record(record, returned)
+            metrics["rounds"], metrics["spent"] = update.rounds, int(update.spent)
+            metrics["epsilon"] = update.epsilon
+        elif private_metrics is not None:
+            noisy = silo.evaluate(
+                weights, private=private_metrics, message_id=message_id
+            )
+            metrics |= {name: noisy[name]["mean"] for name in private_metrics.bounds}
+        records["metrics"] = flower_class("MetricRecord")(metrics)
+        content = flower_class("RecordDict")(records)
+        return flower_class("Message")(content, reply_to=message)
+
+    for kind in ("train", "evaluate"):
+
+        def handle(message: Message, context: Context, kind: str = kind) -> Message:
+            return call_client_code(answer, message, context, kind)
+
+        getattr(app, kind)()(handle)
+    return app
+
+
+def call_client_code(train: Callable[..., _Result], *arguments: Any) -> _Result:
     """Calls a client's own code; reveals only the type of an error that it raises.
 
     Flower sends the message of an exception to the server, and it may quote examples.
     """
     try:
-        return train(first, second)
+        return train(*arguments)
     except Exception as error:
         _logger.exception("The client's training failed.")
         kind = type(error).__name__

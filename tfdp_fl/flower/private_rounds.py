@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _validate, accounting, algorithm, mechanisms, schedules
+from tfdp_fl import _files, _validate, accounting, algorithm, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
@@ -325,11 +325,9 @@ class PrivateRounds:
         epsilon_if_known = composed.epsilon_if_participation_is_known(delta, accountant)
         ahead = self._charges_ahead()
         planned = composed.with_charges(*ahead.items()).epsilon(delta, accountant)
-        return {
-            "epsilon": epsilon if math.isfinite(epsilon) else None,
-            "epsilon_if_cohorts_are_known": epsilon_if_known
-            if math.isfinite(epsilon_if_known)
-            else None,
+        report = {
+            "epsilon": epsilon,
+            "epsilon_if_cohorts_are_known": epsilon_if_known,
             "delta": delta,
             "accountant": accountant,
             "trust_model": self.mechanism.trust_model,
@@ -337,13 +335,12 @@ class PrivateRounds:
             "rounds": len(self._history.released),
             "rounds_from_ledger": self._history.num_from_ledger,
             "planned_rounds": self.rounds if ahead else None,
-            "epsilon_of_planned_rounds": planned
-            if ahead and math.isfinite(planned)
-            else None,
+            "epsilon_of_planned_rounds": planned if ahead else None,
             "clients_per_round": self.clients_per_round,
             "num_clients": self.num_clients,
             "caveats": self._caveats(epsilon, epsilon_if_known),
         }
+        return _files.to_finite(report)
 
     def _charges_ahead(self) -> collections.Counter[accounting.RoundCharge]:
         """Returns what the planned rounds that have not run cost; none if unknown."""
@@ -714,18 +711,14 @@ class _Server:
         """See `algorithm.Server`: the charge is on disk before anyone sees a result."""
         if collected is None:
             return self.rounds._history.charge_first(configured.plan)
+        changes: Json = {"num_replies": collected.num_replies}
         if collected.is_enough:
             self.rounds._open_round = None, None
-            return self.rounds._history.charge(
-                dataclasses.replace(configured.plan, num_replies=collected.num_replies)
-            )
+        else:
+            changes = {"num_replies": 0, "charge": configured.participation}
+            changes["is_released"] = False
         return self.rounds._history.charge(
-            dataclasses.replace(
-                configured.plan,
-                num_replies=0,
-                charge=configured.participation,
-                is_released=False,
-            )
+            dataclasses.replace(configured.plan, **changes)
         )
 
     def abandon(self, configured: sums.ConfiguredRound) -> None:

@@ -222,6 +222,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
         )
 
     factors: Sequence[float] = [1.0] * len(answers)
+    largest = bound
     if configured.clients_clip:
         sums = {
             name: sum(bool(reply.norm_bit) - 0.5 for reply in answers)
@@ -231,8 +232,6 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
         round_state, factors, sums = _clip_by_mechanism(
             configured, [clip_reply(reply) for reply in answers]
         )
-    largest = bound
-    if not configured.clients_clip:
         largest = float(configured.mechanism.l2_norm_bound(round_state))
     total = [np.zeros(shape) for shape in configured.shapes]
     step = updates.grid_step(largest, float(round_state.clients_per_round))

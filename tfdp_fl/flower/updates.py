@@ -200,9 +200,7 @@ def apply_with_noise(
 
 
 def apply_within(
-    received: Sequence[np.ndarray],
-    update: Sequence[np.ndarray],
-    clip_norm: float,
+    received: Sequence[np.ndarray], update: Sequence[np.ndarray], clip_norm: float
 ) -> list[np.ndarray]:
     """Like `apply`, but the result is within the clip norm of `received`.
 

@@ -6,10 +6,4 @@ from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import Run
 from tfdp_fl.keras.training_setup import validate
 
-__all__ = [
-    "DPFederatedModel",
-    "PrivateMetrics",
-    "Run",
-    "make_private",
-    "validate",
-]
+__all__ = ["DPFederatedModel", "PrivateMetrics", "Run", "make_private", "validate"]

@@ -29,13 +29,7 @@ from tfdp_fl.keras.run import Run
 from tfdp_fl.keras.training_setup import PrivacyTarget
 from tfdp_fl.terms import Json
 
-__all__ = [
-    "FederatedCallback",
-    "Ledger",
-    "PrivacyBudget",
-    "Report",
-    "RoundCheckpoint",
-]
+__all__ = ["FederatedCallback", "Ledger", "PrivacyBudget", "Report", "RoundCheckpoint"]
 
 # The number of rounds with which a search for a budget's limit starts.
 _FIRST_GUESS = 2**12
@@ -401,7 +395,7 @@ class Ledger(FederatedCallback):
                     f"{self.path} has rounds that this model does not know of; resume "
                     "from its directory."
                 )
-        self._check_runs(contents)
+        self._check_relation(contents)
         run.spending.merge_ledger(contents, run.run_id, self._key)
         if run.spending.has_unseen_rounds:
             _, cohort_engine = self.federated_model.require_trained("fit")
@@ -414,14 +408,9 @@ class Ledger(FederatedCallback):
     def _begin(self) -> None:
         """Called after the open ledger is counted, before this run's first line."""
 
-    def _check_runs(self, contents: accounting.LedgerContents) -> None:
+    def _check_relation(self, contents: accounting.LedgerContents) -> None:
         """Refuses a ledger whose rounds cannot be counted together with this run's."""
-        fed, run = self.federated_model, self._run
-        runs = contents.by_run()
-        runs.pop(run.run_id, None)
-        if not runs:
-            return
-        sampling = fed.setup.sampling
+        sampling = self.federated_model.setup.sampling
         relation = charge_lib.relation_of(sampling).in_accounting
         charges = (entry.charge for entry in contents.entries if entry.charge)
         found = next((charge.relation.in_accounting for charge in charges), None)

@@ -282,9 +282,7 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
 
 
 def capture(
-    fed: FederatedTraining,
-    key: str,
-    ledger: accounting.PrivacyLedger | None = None,
+    fed: FederatedTraining, key: str, ledger: accounting.PrivacyLedger | None = None
 ) -> Json:
     """Returns a training's state between two rounds, to be stored beside a ledger.
 

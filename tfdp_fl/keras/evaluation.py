@@ -109,9 +109,7 @@ class _Group(NamedTuple):
             yield _Group(self.positions[client], self.lengths[client], x, y)
 
 
-def _groups(
-    clients: FederatedDataset,
-) -> Iterator[tuple[_Group, list[ClientFailure]]]:
+def _groups(clients: FederatedDataset) -> Iterator[tuple[_Group, list[ClientFailure]]]:
     """Yields all clients in groups, each with the clients that could not be read."""
     all_positions, num_bytes = np.arange(clients.num_clients), 0
     if clients.is_indexed:
@@ -149,9 +147,7 @@ def _groups(
 
 
 def _make_evaluator(
-    model: tf.keras.Model,
-    training: engine.Training,
-    element_spec: nests.ElementSpec,
+    model: tf.keras.Model, training: engine.Training, element_spec: nests.ElementSpec
 ) -> tuple[list[str], Callable[[_Group, int], np.ndarray]]:
     """Returns the names of loss and metrics, and a function that computes them.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tfdp_fl import accounting, engine
-from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
@@ -35,6 +34,10 @@ def statement_facts(
             composed["implied_epsilon"] = mechanism.epsilon
         else:
             composed["central_epsilon"] = account.central.epsilon
+
+    def describe_audits(delta: float) -> str:
+        return " ".join(audit.sentence(delta) for audit in run.audits)
+
     return accounting.StatementFacts(
         **composed,
         trust_model=account.trust_model,
@@ -57,7 +60,7 @@ def statement_facts(
         pld_is_exact=account.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
         caveats=_collect_caveats(run, cohort_engine),
-        audit=_describe_audits(run.audits) if run.audits else None,
+        audit=describe_audits if run.audits else None,
     )
 
 
@@ -111,10 +114,6 @@ def _resolve_parameters(setup: TrainingSetup, rounds: int) -> Json:
         noise = f"{min(values):g} to {max(values):g} (scheduled)"
         parameters["noise_multiplier"] = noise
     return {**parameters, "client_weighting": setup.client_weighting}
-
-
-def _describe_audits(audits: Sequence[CanaryAudit]) -> Callable[[float], str]:
-    return lambda delta: " ".join(audit.sentence(delta) for audit in audits)
 
 
 def _epsilon_by(

@@ -223,8 +223,7 @@ def charge_plan(
 
 
 def largest_noise(
-    make: Callable[[float], mechanisms.Mechanism],
-    deployment: mechanisms.PrivacyContext,
+    make: Callable[[float], mechanisms.Mechanism], deployment: mechanisms.PrivacyContext
 ) -> float | None:
     """Returns the largest noise multiplier that a mechanism allows; None: no limit."""
     with contextlib.suppress(ValueError):

@@ -86,8 +86,8 @@ class PrivateMetrics:
             num_clients=num_clients,
             clients_per_round=num_clients,
         )
-        z = float(self.noise_multiplier)
-        return participation.charge(dp_accounting.GaussianDpEvent(z))
+        event = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        return participation.charge(event)
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the clients' contributions, float64 [N, 1 + k], with norms <= 1.
@@ -131,10 +131,7 @@ class PrivateMetrics:
         noisy = (total + self.noise_multiplier * noise) * self._scale
         stddev = self.noise_multiplier * self._scale
         count = max(float(noisy[0]), 1.0)
-        result: Json = {
-            "num_clients": float(noisy[0]),
-            "num_clients_stddev": stddev,
-        }
+        result: Json = {"num_clients": float(noisy[0]), "num_clients_stddev": stddev}
         for index, (name, (low, high)) in enumerate(self.bounds.items()):
             half, middle = (high - low) / 2, (high + low) / 2
             centred = float(np.clip(noisy[1 + index] / count, -1.0, 1.0))

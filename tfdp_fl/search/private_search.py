@@ -295,10 +295,7 @@ class PrivateSearch:
         return trials
 
     def _begin_or_resume(
-        self,
-        interrupted: SearchDirectory | None,
-        plan: Json,
-        trials: list[Trial],
+        self, interrupted: SearchDirectory | None, plan: Json, trials: list[Trial]
     ) -> SearchState:
         """Returns the state of a new search, or of the interrupted one."""
         if interrupted is None:

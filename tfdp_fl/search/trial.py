@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -34,11 +33,9 @@ from tfdp_fl.keras import (
 )
 from tfdp_fl.keras.make_private import charge_plan, largest_noise
 from tfdp_fl.keras.private_metrics import PrivateMetrics
-from tfdp_fl.keras.run import FitPlan
+from tfdp_fl.keras.run import Charges, FitPlan
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext
 from tfdp_fl.terms import Json, PrivacyUnit, Sampling, TrustModel
-
-Candidate = Json
 
 _MODES = ("auto", "max", "min")
 # The names of metrics of which less, or more, is better.
@@ -81,12 +78,7 @@ class PublicScore:
     """
 
     def __init__(
-        self,
-        x: nests.Nest,
-        y: nests.Nest,
-        metric: str,
-        *,
-        mode: str = "auto",
+        self, x: nests.Nest, y: nests.Nest, metric: str, *, mode: str = "auto"
     ):
         """Stores the data.
 
@@ -264,7 +256,7 @@ class Trial:
       initial: The initial values of its variables.
     """
 
-    def __init__(self, candidate: Candidate, built: Any, split: Split, options: Json):
+    def __init__(self, candidate: Json, built: Any, split: Split, options: Json):
         """Checks the result of `build`; `options` are those of `fit`, with `rounds`."""
         if not isinstance(built, DPFederatedModel):
             raise TypeError(
@@ -299,9 +291,7 @@ class Trial:
             sampling="poisson",
             rounds=options["rounds"],
         )
-        self._planned: collections.Counter[accounting.RoundCharge] = (
-            collections.Counter()
-        )
+        self._planned = Charges()
         # The model that trains with the noise of the search.
         self._fed: DPFederatedModel | None = None
 
@@ -448,7 +438,7 @@ def _silence() -> Iterator[None]:
             os.close(saved_descriptor)
 
 
-def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
+def _check_mechanism(built: DPFederatedModel, candidate: Json) -> None:
     """Raises ValueError unless the noise of a candidate can be replaced."""
     mechanism, problem = built.mechanism, None
     noise = mechanism.parameters().get("noise_multiplier")
