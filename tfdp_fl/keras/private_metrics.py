@@ -86,7 +86,7 @@ class PrivateMetrics:
             num_clients=num_clients,
             clients_per_round=num_clients,
         )
-        event = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        event = dp_accounting.GaussianDpEvent(float(self.noise_multiplier))
         return participation.charge(event)
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
