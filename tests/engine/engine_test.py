@@ -16,7 +16,7 @@ from tests.keras import hostile, toy
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import engine as engine_lib
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import cohort, dense_models, layout, program
+from tfdp_fl.engine import cohort, dense_models, devices, layout, program
 from tfdp_fl.mechanisms import noise, records
 from tfdp_fl.mechanisms.contribution import Contribution
 
@@ -204,6 +204,15 @@ def test_on_threads_in_parts_or_streamed_in_chunks(name):
         _assert_same(_round(dataset, engine=_engine(name), **options), usual)
     with mock.patch.object(layout, "CHUNK_BYTES", 150):
         _assert_same(_round(toy.streamed(dataset), engine=threads, **options), usual)
+
+
+@pytest.mark.parametrize("at_once, m, threads", [(None, 9, 1), (3, 9, 2), (None, 2, 4)])
+def test_clients_at_once_share_the_cores(at_once, m, threads):
+    with mock.patch.object(devices, "default_parallel_clients", lambda _: 8):
+        clients, at_once = cohorts.dataset([3] * m), {"max_parallel_clients": at_once}
+        engine = cohorts.make_engine(cohorts.mlp(), clients, **at_once)
+        assert engine.programs.threads == threads
+        assert devices.threads_per_call("/device:GPU:0", 1) is None
 
 
 def test_compiled_by_xla_or_not():
