@@ -142,11 +142,6 @@ class RoundHistory:
         self._refresh()
         return self.budget is None or self._account.allows(self.budget, planned.charge)
 
-    def charge_first(self, planned: ReleasedRound) -> accounting.Charge:
-        """Charges a round before any client is asked; see `charge`."""
-        unreleased = dataclasses.replace(planned, num_replies=None, is_released=False)
-        return self.charge(unreleased)
-
     def mark_released(self, num_replies: int) -> None:
         """Records that the last charged round is released."""
         self.released[-1] = dataclasses.replace(

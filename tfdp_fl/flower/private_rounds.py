@@ -709,14 +709,13 @@ class _Server:
         self, configured: sums.ConfiguredRound, collected: sums.Collected | None = None
     ) -> accounting.Charge:
         """See `algorithm.Server`: the charge is on disk before anyone sees a result."""
-        if collected is None:
-            return self.rounds._history.charge_first(configured.plan)
-        changes: Json = {"num_replies": collected.num_replies}
-        if collected.is_enough:
+        # Before any client is asked, unless it says otherwise below.
+        changes: Json = {"num_replies": None, "is_released": False}
+        if collected is not None and collected.is_enough:
             self.rounds._open_round = None, None
-        else:
-            changes = {"num_replies": 0, "charge": configured.participation}
-            changes["is_released"] = False
+            changes = {"num_replies": collected.num_replies}
+        elif collected is not None:
+            changes |= {"num_replies": 0, "charge": configured.participation}
         return self.rounds._history.charge(
             dataclasses.replace(configured.plan, **changes)
         )

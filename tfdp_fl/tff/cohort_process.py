@@ -221,8 +221,7 @@ def create_record_sum(
         return tff.federated_zip((updates.initialize(), scalars.initialize()))
 
     @tff.federated_computation(
-        init_fn.type_signature.result,
-        tff.FederatedType(record_type, tff.CLIENTS),
+        init_fn.type_signature.result, tff.FederatedType(record_type, tff.CLIENTS)
     )
     def next_fn(state, record):
         update_sum = updates.next(state[0], record.update)
@@ -281,9 +280,7 @@ def create_record_fn(
         return collections.OrderedDict(update=update, scalars=scalars)
 
     return tff.tensorflow.computation(
-        _without_varargs(preprocess, 1 + len(client_types)),
-        params_type,
-        *client_types,
+        _without_varargs(preprocess, 1 + len(client_types)), params_type, *client_types
     )
 
 

@@ -154,8 +154,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
 
 
 def build_dp_fed_avg(
-    model_fn: Callable[[], tff.learning.models.VariableModel]
-    | tff.learning.models.FunctionalModel,
+    model_fn: ModelFn,
     mechanism: mechanism_lib.Mechanism,
     clients_per_round: schedules.Schedule,
     client_optimizer_fn: tff.learning.optimizers.Optimizer,
@@ -267,8 +266,7 @@ def build_dp_fed_avg(
         work,
         weighted.create(result_type.update, result_type.update_weight),
         tff.learning.templates.build_apply_optimizer_finalizer(
-            server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0),
-            weights_type,
+            server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0), weights_type
         ),
     )
     return DPLearningProcess(composed, mechanism, factory.deployment)

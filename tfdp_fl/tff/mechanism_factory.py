@@ -179,9 +179,7 @@ class BoundFactory:
             )
 
     def _create(
-        self,
-        value_type: tff.types.Type,
-        weight_type: tff.types.Type | None = None,
+        self, value_type: tff.types.Type, weight_type: tff.types.Type | None = None
     ) -> tff.templates.AggregationProcess:
         """Returns the aggregation process.
 

@@ -426,10 +426,7 @@ def _event_of_round(
 
 
 def _check_answered(
-    index: int,
-    answered: float,
-    line: Json,
-    deployment: contribution.PrivacyContext,
+    index: int, answered: float, line: Json, deployment: contribution.PrivacyContext
 ) -> None:
     """Raises ValueError if more clients answered than the sampling draws."""
     population = cast(int, deployment.num_clients)
@@ -480,25 +477,21 @@ def _caveats(
     is_separated = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
     draws_by_round, later_draws = state_lib.accounted_state(state).history.cohorts()
     draws = [draw for part in (*draws_by_round, later_draws) for draw in part]
-    # Cohorts are irrelevant for a local guarantee, or if they are not drawn.
-    may_lack_cohorts = (
-        mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
-    )
-    has_known_selection = any(
-        draw["participation"].get("known_selection") for draw in draws
-    )
-    seeded = any("round_from_seed" in draw for draw in draws)
+    applies = {
+        # Cohorts are irrelevant for a local guarantee, or if they are not drawn.
+        "tff_cohorts_not_said": mechanism.trust_model == TrustModel.CENTRAL
+        and sampling != MIN_SEPARATION
+        and not all(draws_by_round),
+        "tff_rounds_may_be_abandoned": any(
+            draw["participation"].get("known_selection") for draw in draws
+        ),
+        "tff_cohorts_from_seed": any("round_from_seed" in draw for draw in draws),
+        "client_noise_needs_honest_clients": at_clients,
+        "participations_declared": is_separated,
+    }
     return (
         *mechanism.all_caveats(),
-        *(
-            ("tff_cohorts_not_said",)
-            if may_lack_cohorts and not all(draws_by_round)
-            else ()
-        ),
-        *(("tff_rounds_may_be_abandoned",) if has_known_selection else ()),
-        *(("tff_cohorts_from_seed",) if seeded else ()),
-        *(("client_noise_needs_honest_clients",) if at_clients else ()),
-        *(("participations_declared",) if is_separated else ()),
+        *(key for key in applies if applies[key]),
         "tff_cohorts_declared",
         "tff_other_releases",
         "unnoised_metrics",

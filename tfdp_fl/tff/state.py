@@ -19,7 +19,7 @@ from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Json, Sampling, TrustModel
+from tfdp_fl.terms import Json, TrustModel
 
 if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
@@ -457,11 +457,8 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         )
     for draw in later_draws:
         participation = charge.Participation.from_json(draw["participation"])
-        is_free = (
-            participation.sampling != Sampling.FIXED_SIZE
-            or participation.charge_if_abandoned
-        )
-        if participation.is_amplified and not is_free:
+        is_free = participation.charge_if_abandoned
+        if participation.draws_depend_on_each_other and not is_free:
             raise RuntimeError(
                 "cohort must be the last one that the state was given, which has a "
                 "fixed size and whose round did not end: leave out the clients that "
