@@ -91,6 +91,17 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
+@pytest.fixture
+def wide_cells(monkeypatch):
+    """Has privacy loss distributions in wide cells: a higher epsilon, and quick."""
+    from tfdp_fl.accounting import curves
+
+    for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
+        monkeypatch.setattr(curves, name, 1e-2)
+    for name in ("_ALLOCATION_CELLS", "_ALLOCATION_COARSE_CELLS"):
+        monkeypatch.setattr(curves, name, 200)
+
+
 def pytest_configure(config):
     missing = [each for each in (_TFF, _FLOWER) if not _is_there(each)]
     if missing and _is_tff_stack():

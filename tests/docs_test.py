@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tfdp_fl.accounting import curves
 from tfdp_fl.experiments import Settings
 from tools import docs_site
 
@@ -57,10 +56,8 @@ def _run(page: str, blocks: Iterable[str] | None = None) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_new_folder(tmp_path, monkeypatch):
+def _in_a_new_folder(tmp_path, monkeypatch, wide_cells):
     monkeypatch.chdir(tmp_path)
-    for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):  # Narrow cells take long.
-        monkeypatch.setattr(curves, name, 1e-2)
 
 
 _OTHERS = {*_PAGES} - {"README", "data", "auditing"}

@@ -87,7 +87,7 @@ def test_poisson_by_rdp(n, share, z, rounds, log_delta):
     assert found >= history.epsilon(delta, "pld", True) * 0.999 - 1e-5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(charge_lib.SAMPLINGS),
     st.integers(1, 900),

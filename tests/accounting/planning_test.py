@@ -24,6 +24,7 @@ def test_noise_out_of_reach_is_taken_for_less(sampling, accountant):
         assert (0.0 <= found <= 1e-3) if z > 1 else (found == math.inf)
 
 
+@pytest.mark.usefixtures("wide_cells")
 @pytest.mark.parametrize("sampling", _SAMPLINGS)
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_equal_rounds_are_the_constant(sampling, accountant):
@@ -101,6 +102,7 @@ def test_calibration_of_any_charges():
         accounting.calibrate(lambda z: [charge(z=0.0)], 2.0, 1e-5)
 
 
+@pytest.mark.usefixtures("wide_cells")
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_one_round_more_overspends(sampling, accountant):

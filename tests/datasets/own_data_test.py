@@ -301,7 +301,7 @@ def test_a_label_may_be_nan_however_clients_are_given(loss):
         given.append((None, {"x": x, "y": labels, "client_ids": ids}))
     weights = []
     for data, options in given:
-        tf.keras.utils.set_random_seed(1)
+        toy.seed(1)
         model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(1)])
         fed = tfdp_fl.DPFederatedModel(model, tfdp_fl.NoPrivacy(), 2, "fixed_size")
         fed.compile("sgd", loss)

@@ -4,6 +4,7 @@ The norm is measured in float64, of what the engine added to the sum.
 """
 
 import dataclasses
+import functools
 import os
 from unittest import mock
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import toy
 from tests.mechanisms import references
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models
@@ -31,19 +33,25 @@ _PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
 _networks, _engines = {}, {}
 
 
-def network(features, widths, activation="linear", twins=True, seed=0, output=None):
-    """Returns a dense binary classifier in which two features cancel out."""
-    tf.keras.utils.set_random_seed(seed)
+@functools.cache
+def _begun(features, widths, activation, twins, seed, output, policy):
+    """Returns a model of this kind, which is one for all, and where it begins."""
+    toy.seed(seed)
     hidden = [_layers.Dense(n, activation) for n in widths]
     made = cohorts.sequential([features], *hidden, _layers.Dense(1, dtype=output))
+    weights = made.get_weights()
     if twins:
-        kernel = made.layers[0].kernel
-        rows = kernel.numpy()
-        rows[1] = -rows[0]
-        kernel.assign(rows)
+        weights[0][1] = -weights[0][0]
+    kind = features, widths, activation, output, policy
+    return _networks.setdefault(kind, made), weights
+
+
+def network(features, widths, activation="linear", twins=True, seed=0, output=None):
+    """Returns a dense binary classifier in which two features cancel out."""
     policy = tf.keras.mixed_precision.global_policy().name
-    model = _networks.setdefault((features, widths, activation, output, policy), made)
-    model.set_weights(made.get_weights())
+    of = features, widths, activation, twins, seed, output, policy
+    model, weights = _begun(*of)
+    model.set_weights(weights)
     return model
 
 
@@ -202,7 +210,7 @@ def test_factors_whose_squares_vanish(path):
     twins=st.booleans(),
     size=st.floats(-3, 18),
     small=st.floats(0, 14),
-    examples=st.sampled_from([2, 6, 16]),
+    examples=st.sampled_from([2, 16]),  # In one step or six.
     batch_size=st.sampled_from([3, 16]),
     rate=st.sampled_from([1e-2, 1.0, 100.0]),
     seed=st.integers(0, 9),

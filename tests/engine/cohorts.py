@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import strategies as st
 
+from tests.keras import toy
 from tfdp_fl import accounting, engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models, devices
@@ -43,7 +44,7 @@ def sequential(shape, *layers, **options: Any) -> tf.keras.Sequential:
 
 def mlp(units: int = 6) -> tf.keras.Sequential:
     """Returns a small model whose weights are always the same."""
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)
     dense = tf.keras.layers.Dense
     return sequential([FEATURES], dense(units, "tanh"), dense(CLASSES))
 

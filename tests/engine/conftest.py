@@ -1,8 +1,9 @@
 import pytest
-import tensorflow as tf
+
+from tests.keras import toy
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     """Models of a test have the same first weights in every run."""
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import toy
 from tests.mechanisms import rounds
 from tfdp_fl import keras_versions
 from tfdp_fl import losses as our_losses
@@ -39,7 +40,7 @@ def _rows(*arrays):
 
 
 def _model(layers=(), activation="tanh"):
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)
     dense = _layers.Dense(6, activation), _layers.Dense(_CLASSES, "sigmoid")
     return cohorts.sequential([4], *layers, *dense)
 

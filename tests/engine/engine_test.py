@@ -73,8 +73,7 @@ def test_noise_that_is_another_than_was_charged_is_not_released():
 
 
 def test_noise_that_is_less_than_was_paid_for_is_not_released():
-    model, mechanism = cohorts.mlp(), _fixed(0.1)
-    made = cohorts.make_engine(model, cohorts.dataset(), mechanism=mechanism)
+    model, made = _engine()
     before = rounds.flat(model.get_weights())
     pending = cohorts.collect(made, cohorts.dataset(), noise_multiplier=1.0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
@@ -86,7 +85,7 @@ def test_noise_that_is_less_than_was_paid_for_is_not_released():
 @pytest.mark.parametrize("on_workers", [False, True])
 def test_side_by_side_ends_when_tensorflows_options_change(on_workers):
     options = tf.config.optimizer
-    with cohorts.side_by_side(steps=(2, 6)):
+    with cohorts.side_by_side(steps=(4,)):
         data = cohorts.dataset()
         made = cohorts.make_engine(cohorts.mlp(), data, jit_compile=None)
         runtime = hostile.HereWorkers().collector(made, data) if on_workers else made
@@ -115,7 +114,7 @@ class _ByTheLongest(tfdp_fl.FixedClipping):
 
 def test_a_mechanism_of_ones_own_sees_one_client_at_a_time():
     mechanism = _ByTheLongest(clip_norm=0.01, noise_multiplier=1.0)
-    with cohorts.side_by_side(steps=(2, 6)):
+    with cohorts.side_by_side(steps=(4,)):
         data = cohorts.dataset()
         made = cohorts.make_engine(
             cohorts.mlp(), data, jit_compile=None, mechanism=mechanism
@@ -254,7 +253,7 @@ def test_sums_that_are_written_in_place_have_the_same_bits():
 
 def _both(dataset, name="fixed", **options):
     results = []
-    with cohorts.side_by_side(few=False, steps=(2, 6)):
+    with cohorts.side_by_side(few=False, steps=(4,)):
         for jit_compile in (None, False):
             engine = _engine(name, max_parallel_clients=2, jit_compile=jit_compile)
             results.append(_round(dataset, engine=engine, **options))
@@ -452,7 +451,7 @@ def test_a_step_in_bfloat16_is_kerass_before_it_rounds_the_update():
     dataset, options = cohorts.from_arrays(clients), {"local_epochs": 1}
     for jit_compile in (None, False):
         with cohorts.policy("mixed_bfloat16"), cohorts.side_by_side(steps=(1,)):
-            tf.keras.utils.set_random_seed(1)
+            toy.seed(1)
             model = cohorts.sequential([40], _layers.Dense(3))
             engine = cohorts.make_engine(model, dataset, jit_compile=jit_compile)
             moved.append(cohorts.moved_by(model, engine, dataset, **options))
@@ -500,13 +499,14 @@ def test_broadcast_hook_changes_what_clients_receive_only():
     def hook(weights, seed):
         return [v + 0.1 * tf.random.stateless_normal(v.shape, seed) for v in weights]
 
-    def moved(seed, **training):
-        model, dataset = cohorts.mlp(), cohorts.dataset()
-        made = cohorts.make_engine(model, dataset, training=training)
-        return _round(dataset, engine=(model, made), seed=np.array([1, seed]))[0]
+    model, dataset = cohorts.mlp(), cohorts.dataset()
+    hooked = cohorts.make_engine(model, dataset, training={"broadcast_hook": hook})
 
-    one, plain = moved(1, broadcast_hook=hook), moved(1)
-    assert not np.allclose(one, moved(2, broadcast_hook=hook), 1e-4)
+    def moved(seed, *engine):
+        return _round(dataset, engine=engine, seed=np.array([1, seed]))[0]
+
+    one, plain = moved(1, model, hooked), moved(1, *_engine("none"))
+    assert not np.allclose(one, moved(2, model, hooked), 1e-4)
     assert not np.allclose(one, plain, 1e-4, 1e-6)
     # An update is what the client changed, not the hook.
     cohorts.assert_close(one, plain, atol=0.1)
@@ -551,11 +551,11 @@ def test_adaptive_local_dp_returns_the_norms_before_noise():
 @pytest.mark.parametrize("jit_compile", [False, None])
 def test_sums_in_steps_are_the_same_however_many_int32_holds(jit_compile, monkeypatch):
     data = cohorts.dataset()
-    options = {"mechanism": _fixed(0.1), "max_parallel_clients": 1}
-    made = cohorts.make_engine(cohorts.mlp(), data, jit_compile=jit_compile, **options)
+    _, made = _engine(max_parallel_clients=1, jit_compile=jit_compile)
+    made.used_strategies.clear()
 
     def total():
-        with cohorts.side_by_side(steps=(2, 6)):
+        with cohorts.side_by_side(steps=(4,)):
             pending = cohorts.collect(made, data, noise_multiplier=1.0)
         assert not {used.fine for used in made.used_strategies} - {False}
         assert {part.dtype.name for part in cohorts.update_of(pending)} == {"float64"}

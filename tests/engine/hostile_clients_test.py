@@ -30,7 +30,7 @@ def _moved(clients, model=None, *, beside=False, few=False, loss=None, **options
         _engines[repr(key)] = engine, model, model.get_weights()
     engine, model, before = _engines[repr(key)]
     model.set_weights(before)
-    with cohorts.side_by_side(beside, few, steps=(2, 6)):
+    with cohorts.side_by_side(beside, few, steps=(4,)):
         pending = cohorts.collect(engine, dataset, clients_per_round=3.0)
         _, logs = engine.release(pending, cohorts.paid())
     moved = [b - a for a, b in zip(before, model.get_weights(), strict=True)]

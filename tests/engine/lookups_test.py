@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.engine import cohorts
+from tests.keras import toy
 from tfdp_fl import mechanisms
 from tfdp_fl.engine import lookups
 from tfdp_fl.mechanisms import ClientWeighting
@@ -56,7 +57,7 @@ class _Constant(_layers.Layer):
 
 def _model(kind="plain"):
     """Two tables share a feature, and a third one has several places an example."""
-    tf.keras.utils.set_random_seed(3)
+    toy.seed(3)
     item = tf.keras.Input((1,), dtype="int32", name="item")
     tags = tf.keras.Input((4,), dtype="int64", name="tags")
     facts = tf.keras.Input((3,), name="facts")

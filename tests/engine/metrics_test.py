@@ -1,5 +1,7 @@
 """Metrics of all kinds over many clients are what Keras says of all their examples."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -119,27 +121,33 @@ _WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", _WAYS)
-def test_training_metrics_are_those_of_keras(way):
-    model, arrays, dataset = cohorts.mlp(), cohorts.client_arrays(), cohorts.dataset()
-    used = _metrics()
-    engine = cohorts.make_engine(
-        model, dataset, training={"metrics": used}, **_WAYS[way]
-    )
-    if way == "streamed":
-        dataset = toy.streamed(dataset)
+@functools.cache
+def _by_keras():
+    """Returns what Keras says, and the labels and predictions that it says it of."""
+    model, arrays = cohorts.mlp(), cohorts.client_arrays()
     x, y = map(np.concatenate, zip(*arrays.values(), strict=True))
     model.compile(
         tf.keras.optimizers.SGD(0.0), cohorts.cross_entropy(), metrics=_metrics()
     )
-    wanted = model.fit(x, y, batch_size=5, verbose=0).history
+    found = model.fit(x, y, batch_size=5, verbose=0).history
+    return found, y, model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_training_metrics_are_those_of_keras(way):
+    used, dataset, (wanted, y, predicted) = _metrics(), cohorts.dataset(), _by_keras()
+    engine = cohorts.make_engine(
+        cohorts.mlp(), dataset, training={"metrics": used}, **_WAYS[way]
+    )
+    if way == "streamed":
+        dataset = toy.streamed(dataset)
     for _ in range(2):
         # At rate 0, all steps see the same weights.
         logs = cohorts.run_round(engine, dataset, learning_rate=0.0, local_epochs=1)
         for key, (value,) in wanted.items():
             np.testing.assert_allclose(logs[key], float(value), 1e-5)
         for metric in used:  # As a validation leaves them behind.
-            metric.update_state(y, model.predict(x, verbose=0))
+            metric.update_state(y, predicted)
 
 
 def _average(hits, p, before):
@@ -223,7 +231,7 @@ class _Tracks(tf.keras.Model):
 
 
 def _with_endpoint(kind=tf.keras.Model, name=None, **options):
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)
     inputs = tf.keras.Input([4])
     return kind(inputs, _Endpoint(**options)(_layers.Dense(3)(inputs)), name=name)
 

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.engine import cohorts
+from tests.keras import toy
 from tfdp_fl import mechanisms
 from tfdp_fl.engine import allowed_operations, program
 from tfdp_fl.mechanisms import clipping
@@ -167,7 +168,7 @@ def test_programs_that_tensorflow_compiles_after_some_calls_are_refused(flags):
 
 
 def _with_state():
-    tf.keras.utils.set_random_seed(2)
+    toy.seed(2)
     random = _layers.Dropout(0.3), _layers.GaussianNoise(0.2)
     normalized = _layers.Dense(5), _layers.BatchNormalization()
     return cohorts.sequential([4], *normalized, *random, _layers.Dense(3))

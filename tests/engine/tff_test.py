@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import toy
 from tests.mechanisms import references
 from tfdp_fl import datasets
 
@@ -14,7 +15,7 @@ _SIZES = (5, 6, 7, 8)
 
 
 def _model(*hidden):
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)
     hidden = hidden or [_layers.Dense(6, "tanh")]
     return tf.keras.Sequential([_layers.InputLayer((4,)), *hidden, _layers.Dense(3)])
 

@@ -16,6 +16,8 @@ from tests.flower import flower_messages as fm
 from tfdp_fl import accounting
 from tfdp_fl.accounting import ledger as ledger_lib
 
+pytestmark = pytest.mark.usefixtures("wide_cells")
+
 _DELTA = 1e-5
 _GRID = fm.Grid({i: fm.adds([np.ones(2)]) for i in range(8)})  # N is 6.
 _MODEL = fm.model(np.zeros(2))

@@ -201,7 +201,7 @@ def fit(
 
 def model() -> tf.keras.Model:
     """Returns a small dense model that always starts the same."""
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)
     layers = [tf.keras.layers.Dense(8, "relu"), tf.keras.layers.Dense(CLASSES)]
     return tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), *layers])
 

@@ -34,7 +34,7 @@ def empty_clients(count: int = CLIENTS) -> FederatedDataset:
 
 def model(width: int = 20_000, dtype: str | None = None) -> tf.keras.Model:
     """Returns six variables of `width` elements, two of them not trainable."""
-    tf.keras.utils.set_random_seed(1)
+    toy.seed(1)
     layers, of = tf.keras.layers, {"dtype": dtype}
     made = [layers.Input((1,)), layers.Dense(width, **of)]
     made += [layers.BatchNormalization(**of), layers.Reshape((width // 100, 100), **of)]

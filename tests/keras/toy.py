@@ -36,9 +36,19 @@ def arrays(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+def seed(number: int) -> None:
+    """Has the layers that are made next begin alike, in every run.
+
+    Also for TensorFlow's own operations, it would forget what it has compiled: half a
+    second for each program that runs again.
+    """
+    with mock.patch.object(tf.random, "set_seed"):
+        tf.keras.utils.set_random_seed(number)
+
+
 def dense(*inner: Callable[[], Any]) -> tf.keras.Model:
     """Returns layers, and then 8 -> 3 or what there is, that always start the same."""
-    tf.keras.utils.set_random_seed(1)
+    seed(1)
     layers = [make() for make in inner]
     layers = [tf.keras.layers.Input((8,)), *layers, tf.keras.layers.Dense(NUM_CLASSES)]
     return tf.keras.Sequential(layers)
@@ -209,6 +219,8 @@ class _Loan:
         self.compiled.set_learning_rate(self._rate)
         self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
         fed._setup, fed._engine, self.test = before.setup, before.engine, test
+        if before.engine is not None:
+            before.engine.used_strategies.clear()
         federated_training.mark_owner(
             fed, keras_versions.tf_variables(model.variables), model
         )
@@ -227,6 +239,22 @@ def lent(make: Callable[[], Any]) -> Callable[[], tfdp_fl.DPFederatedModel]:
     return lambda: loan.renewed("")
 
 
+def pooled(key: str, make: Callable[[], Any]) -> tfdp_fl.DPFederatedModel:
+    """Returns a model of `make`, or as new one that an earlier test had of this key.
+
+    To trace takes a second.
+    """
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    for loan in _loans.get(key, ()):
+        if loan.test != test and loan.fed._compiled is loan.compiled:
+            return loan.renewed(test)
+    fed = make()
+    # Objects are told apart by their addresses, which others may have later.
+    if test and " at 0x" not in key:
+        _loans.setdefault(key, []).append(_Loan(fed, test))
+    return fed
+
+
 def said(trained: Any, *arguments: Any) -> str:
     """Returns a privacy statement in one line."""
     return " ".join(trained.privacy_statement(*arguments).split())
@@ -242,8 +270,8 @@ def federated(
 ) -> tfdp_fl.DPFederatedModel:
     """Returns a compiled model in one replica, without XLA: quick to trace.
 
-    To trace takes a second. So a model that an earlier test was lent is lent again,
-    as new, if it is of the same arguments. `model` may be a function that makes one.
+    It is one that an earlier test was lent, if that is of the same arguments. `model`
+    may be a function that makes one.
     """
     mechanism = mechanism or tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
     make, chosen = model or dense, compile_options or {}
@@ -253,16 +281,16 @@ def federated(
         name: (type(value), getattr(value, "get_config", lambda value=value: value)())
         for name, value in chosen.items()
     }
-    key = repr((getattr(make, "__qualname__", " at 0x"), given, described))
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    for loan in _loans.get(key, ()):
-        if loan.test != test and loan.fed._compiled is loan.compiled:
-            return loan.renewed(test)
-    made = make() if inspect.isfunction(make) else make
-    fed = tfdp_fl.DPFederatedModel(made, **given)
-    usual = {"optimizer": tf.keras.optimizers.SGD(0.1), "loss": loss()}
-    fed.compile(**{**usual, "jit_compile": False, **chosen})
-    # Objects are told apart by their addresses, which others may have later.
-    if test and " at 0x" not in key and "<" not in key.partition(",")[0]:
-        _loans.setdefault(key, []).append(_Loan(fed, test))
-    return fed
+    name = getattr(make, "__qualname__", "<")  # As lambdas have, and what a test makes.
+    name = " at 0x" if "<" in name else f"{make.__module__}.{name}"
+    key = repr((name, given, described))
+
+    def made() -> tfdp_fl.DPFederatedModel:
+        fed = tfdp_fl.DPFederatedModel(
+            make() if inspect.isfunction(make) else make, **given
+        )
+        usual = {"optimizer": tf.keras.optimizers.SGD(0.1), "loss": loss()}
+        fed.compile(**{**usual, "jit_compile": False, **chosen})
+        return fed
+
+    return pooled(key, made)

@@ -88,10 +88,10 @@ class _Case:
     small: bool = False
 
     def federated(self):
-        tf.keras.utils.set_random_seed(1)
+        toy.seed(1)
         compiled = {"optimizer": tf.keras.optimizers.SGD(0.2), "metrics": ["accuracy"]}
         compiled |= {"jit_compile": None if self.side_by_side else False}
-        how = (self.mechanism, self.model(), 7, self.sampling, compiled | self.compiled)
+        how = (self.mechanism, self.model, 7, self.sampling, compiled | self.compiled)
         return toy.federated(*how, **self.options)
 
     def train(self, federated, clients=None, **arguments):
@@ -330,19 +330,18 @@ def test_a_client_that_passes_all_bounds_leaves_the_history_in_them(
     )
     start = "glorot_uniform" if "error" in loss else "zeros"
     bias, found = tf.keras.initializers.Constant(0.5), []
+    cosine = tf.keras.metrics.CosineSimilarity(name="cosine")
+    case = _Case(
+        model=lambda: sequential([40], _layers.Dense(3, None, True, start, bias)),
+        compiled={"loss": loss, "metrics": [cosine]},
+        side_by_side=True,
+        fit={"rounds": 1, "batch_size": batch_size, "seed": 3},
+    )
+    federated, runtime = toy.lent(case.federated), shared_workers() if on_ray else None
     for size, weight in ((x, 1.0), (1e18, 1e8)):
         own = np.where(hostile[:, None], size, x).astype("f4")
         clients = _in_rows(own, y, 7, sample_weight=np.where(hostile, weight, 1.0))
-        dense = _layers.Dense(3, None, True, start, bias)
-        cosine = tf.keras.metrics.CosineSimilarity(name="cosine")
-        case = _Case(
-            model=lambda d=dense: sequential([40], d),
-            compiled={"loss": loss, "metrics": [cosine]},
-            side_by_side=True,
-            fit={"rounds": 1, "batch_size": batch_size, "seed": 3},
-        )
-        runtime = shared_workers() if on_ray else None
-        found.append(case.train(case.federated(), clients, runtime=runtime).history)
+        found.append(case.train(federated(), clients, runtime=runtime).history)
     usual, high = found
     assert high["discarded_clients"] == [0.0]
     assert abs(high["cosine"][0]) <= 1.0 + 1e-6

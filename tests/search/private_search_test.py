@@ -19,7 +19,7 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
-from tfdp_fl.accounting import curves
+from tfdp_fl.accounting import schema
 from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.search import private_search, trial
 from tfdp_fl.search.private_search import SearchDirectory
@@ -80,10 +80,8 @@ _NOISE, _calibrate = {}, accounting.calibrate
 
 
 @pytest.fixture(autouse=True)
-def _calibrated_once(monkeypatch):
-    """Has no noise looked for twice, nor in narrow cells: it takes seconds."""
-    for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
-        monkeypatch.setattr(curves, name, 1e-2)
+def _calibrated_once(monkeypatch, wide_cells):
+    """Has no noise looked for twice: it takes seconds."""
 
     def calibrate(make_charges, *target, upper):
         key = tuple(make_charges(1.0)), target, upper
@@ -113,9 +111,10 @@ def test_the_whole_search_keeps_the_target(distribution):
 
 def test_too_many_costs_are_refused_before_any_is_calibrated(monkeypatch):
     monkeypatch.setattr(accounting, "calibrate", None)
-    sizes = [{"size": size} for size in range(5, 5 + 64)]
+    monkeypatch.setattr(schema, "MAX_TRIAL_COSTS", 4)
+    sizes = [{"size": size} for size in range(5, 5 + 4)]
     search = _search(lambda size: _wrapped(toy.dense(), size), sizes)
-    with _trained(), pytest.raises(ValueError, match=r"candidates .* got 64"):
+    with _trained(), pytest.raises(ValueError, match=r"candidates .* got 4"):
         _fit(search)
     assert search.epsilon(_DELTA) == 0.0
 

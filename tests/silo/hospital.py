@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp_fl
+from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.keras import checkpoint
 
@@ -21,15 +22,20 @@ def table(num_people: int = NUM_PEOPLE, seed: int = 0) -> dict[str, np.ndarray]:
     return {"x": x, "y": y, "client_ids": np.repeat(np.arange(num_people), 2)}
 
 
-def build(
+def build(model: tf.keras.Model | None = None, **options: Any):
+    """Returns a new model; of `options` those of `make_private` and of `_build`."""
+    key = " at 0x" if model else repr(("hospital", sorted(options.items())))
+    return toy.pooled(key, lambda: _build(model, **options))
+
+
+def _build(
+    model: tf.keras.Model | None,
     activation: str = "tanh",
     loss: str = "binary_crossentropy",
     learning_rate: float = 0.5,
     normalized: bool = False,
-    model: tf.keras.Model | None = None,
     **options: Any,
 ) -> tfdp_fl.DPFederatedModel:
-    """Returns a new model; of `options` those of `make_private`."""
     layers = [tf.keras.layers.BatchNormalization()] if normalized else []
     model = model or tf.keras.Sequential(
         [

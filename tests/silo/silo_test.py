@@ -22,6 +22,8 @@ from tfdp_fl.accounting import ledger
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.silo import directory as directory_lib
 
+pytestmark = pytest.mark.usefixtures("wide_cells")
+
 _MEANS = tfdp_fl.PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=30.0)
 
 
