@@ -409,12 +409,3 @@ def build_optimizer(
         if isinstance(variable := tf_variable(value), tf.Variable)
         and id(variable) not in listed
     ]
-
-
-def apply_gradients(
-    optimizer: tf.keras.optimizers.Optimizer,
-    gradients: list[tf.Tensor],
-    variables: list[tf.Variable],
-) -> None:
-    """Takes one step on variables that the optimizer was built for."""
-    optimizer.apply_gradients(zip(gradients, variables, strict=True))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled", "cyclic")
 # Clients that nobody samples: they take part when they like, some rounds apart.
 MIN_SEPARATION = Sampling.MIN_SEPARATION
-# The samplings that make a round cheaper than its event.
-_AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
+# The samplings that make a round cheaper than its event, if the draw is secret.
+AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
 # The samplings whose cost is known only for Gaussians.
 _GAUSSIAN_ONLY = ("fixed_size", "random_allocation")
 # The samplings with a random (binomial) cohort size.
@@ -171,7 +171,7 @@ class Participation:
     @property
     def sampling_probability(self) -> float:
         """The ratio m/N, at most 1; 1 if no amplification is claimed."""
-        if self.sampling not in _AMPLIFIED:
+        if self.sampling not in AMPLIFIED:
             return 1.0
         if self.sampling == Sampling.RANDOM_ALLOCATION:
             return 1 / self.rounds_per_pass

@@ -57,9 +57,6 @@ _CAVEATS_OF_SAMPLING = {
     "min_separation": ("separated_zero_out",),
 }
 
-# The samplings whose smaller epsilon relies on a secret draw.
-_SECRET_SAMPLINGS = ("poisson", "fixed_size", "random_allocation")
-
 _EPSILONS = (
     *("epsilon_rdp", "epsilon_pld", "epsilon_local", "central_epsilon"),
     "epsilon_if_participation_is_known",
@@ -206,7 +203,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
     central = facts.trust_model == TrustModel.CENTRAL and math.isfinite(best)
     epsilon_if_known = values["epsilon_if_participation_is_known"] if central else None
     samplings = dict.fromkeys([facts.sampling, *facts.other_samplings])
-    secret = [each for each in samplings if each in _SECRET_SAMPLINGS]
+    secret = [each for each in samplings if each in charge.AMPLIFIED]
     if central and not secret:
         epsilon_if_known = best
     elif epsilon_if_known is not None:

@@ -81,7 +81,7 @@ class ServerUpdate:
                 -tf.cast(value, variable.dtype)
                 for variable, value in zip(self._trainable, mean[:count], strict=True)
             ]
-            keras_versions.apply_gradients(self._optimizer, gradients, self._owned)
+            self._optimizer.apply_gradients(zip(gradients, self._owned, strict=True))
         for place, value in enumerate(mean[count:]):
             variable = self._non_trainable[place]
             variable.assign(self._within(place, _add_wide(variable, value)))
