@@ -297,6 +297,58 @@ def test_a_clip_of_the_round_that_a_secure_sum_refuses_is_paid_for():
     assert spent[0] == spent[1] > 10
 
 
+def _must_be_small(value):
+    return tf.control_dependencies([tf.debugging.assert_less(value, 1e3)])
+
+
+class _SmallOutputs(tf.keras.metrics.Mean):
+    """The mean output, which must be small."""
+
+    def update_state(self, y, p, sample_weight=None):
+        return super().update_state(tf.abs(p))
+
+    def result(self):
+        with _must_be_small(tf.convert_to_tensor(self.total)):
+            return tf.identity(super().result())
+
+
+class _SmallNorms(tfdp_fl.MedianClipping):
+    """A clip that wants small norms."""
+
+    def clip_to_cohort(self, norms, round):
+        with _must_be_small(tf.reduce_max(norms)):
+            return super().clip_to_cohort(norms, round)
+
+    def round_event(self, round_index, deployment):
+        return super().round_event(round_index, deployment)
+
+
+def _with_large_features():
+    x, y = toy.arrays(400)
+    x[:10] = 1e6  # All of the first client's.
+    rows = np.arange(400).reshape(40, 10)
+    return FederatedDataset.from_indices(x, y, rows)
+
+
+def test_an_error_in_a_metric_of_exact_sums_ends_nothing():
+    compiled = {"metrics": [_SmallOutputs(name="small")]}
+    fixed = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    fed = toy.federated(fixed, None, 40, compile_options=compiled)
+    history = toy.fit(fed, 2, data=_with_large_features()).history
+    assert np.isnan(history["small"]).all() and np.isfinite(history["loss"]).all()
+    assert fed.rounds == fed.spending.rounds == 2
+    fed = toy.federated(fixed, None, 40, compile_options=compiled)
+    assert np.isfinite(toy.fit(fed).history["small"]).all()
+
+
+def test_an_error_of_a_clip_of_the_cohort_is_paid_for():
+    median = _SmallNorms(noise_multiplier=1.0, median_noise_multiplier=1.0)
+    fed = toy.federated(median, None, 40)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        toy.fit(fed, data=_with_large_features())
+    assert fed.spending.rounds == 1
+
+
 def test_a_value_too_large_to_share_does_not_end_the_training(capsys):
     x, y = toy.arrays(400)
     x[13] = 1e6  # The second of 40 clients.

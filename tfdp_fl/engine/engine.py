@@ -185,7 +185,9 @@ class CohortEngine:
         self._later_clip = None
         if keeps_updates:
             self._later_clip = release.DeferredClipping(self.query, self.update_spec)
-        self._release = release.Release(self.query, self.server, trainer.metric_results)
+        self._release = release.Release(
+            self.query, self.server, release.MetricResults(trainer.metric_results)
+        )
         self._is_prepared = False
         if self.layout.at_once is not None or kernels is None:
             # (`supports` has already checked models that train side by side.)

@@ -123,6 +123,58 @@ def _add_wide(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
     return tf.cast(moved, variable.dtype)
 
 
+class MetricResults:
+    """Computes a round's metrics from exact sums, for the history.
+
+    That is no part of the release: `result()` may be the user's code, and an error in
+    it must not decide whether a round is released. The results are NaN then.
+    """
+
+    def __init__(self, function: Callable[[cohort.MetricState], dict[str, tf.Tensor]]):
+        """Takes the function that computes the results, by name."""
+        self._function = function
+        self._names: list[str] = []
+        self._traced: tf.types.experimental.ConcreteFunction | None = None
+
+    def forget(self) -> None:
+        """Makes the next call of `trace` trace it anew."""
+        self._traced = None
+
+    def trace(self, state: cohort.MetricState) -> None:
+        """Traces the function for a state, or its specs, once."""
+
+        def function(*flat: tf.Tensor) -> tf.Tensor:
+            *flat, examples = flat
+            results = self._function(tf.nest.pack_sequence_as(state, flat))
+            self._names = list(results)
+            return tf.stack(
+                [
+                    # NaN, as in abandoned rounds, if no client has a loss.
+                    tf.where(examples > 0, tf.cast(value, tf.float32), np.nan)
+                    for value in results.values()
+                ]
+            )
+
+        leaves = [*tf.nest.flatten(state), tf.TensorSpec([], tf.float32)]
+        if len(leaves) > 1 and self._traced is None:
+            specs = map(_spec_of, leaves)
+            function = tf.function(function, autograph=False)
+            self._traced = function.get_concrete_function(*specs)
+
+    def __call__(
+        self, state: cohort.MetricState, examples: tf.Tensor
+    ) -> dict[str, float]:
+        """Returns the results of a state, the sum over so many examples."""
+        if self._traced is None:
+            return {}
+        try:
+            (values,) = _call_flat(self._traced, [*tf.nest.flatten(state), examples])
+            values = values.numpy().tolist()
+        except Exception:  # Whatever it is, it depends on exact sums.
+            values = [np.nan] * len(self._names)
+        return dict(zip(self._names, values, strict=True))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Release:
     """Adds a round's noise, divides, and updates the model.
@@ -135,7 +187,7 @@ class Release:
 
     query: cohort_query.CohortQuery
     server: ServerUpdate
-    metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
+    metric_results: MetricResults
     _log_names: list[str] = dataclasses.field(default_factory=list)
     _said: list[bool] = dataclasses.field(default_factory=list)
     # Traced once, however many threads had clients, as tracing fixes the optimizer's
@@ -170,7 +222,7 @@ class Release:
             for leaf in leaves
         ]
         self.trace(pending.sums[0], state)
-        traced = self._traced[0]
+        traced, total = self._traced[0], pending.sums[0]
         after, values = tf.nest.pack_sequence_as(
             traced.structured_outputs, _call_flat(traced, flat)
         )
@@ -179,6 +231,7 @@ class Release:
         )
         *logged, fills = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))
+        logs |= self.metric_results(total.metrics, total.examples)
         if fills and not self._said:
             self._said.append(True)
             _signals.warn(
@@ -192,6 +245,7 @@ class Release:
     def forget(self) -> None:
         """Makes the next call of `trace` trace it anew."""
         self._traced.clear()
+        self.metric_results.forget()
 
     def trace(self, total: nests.Nest, state: contribution.RoundState) -> None:
         """Traces the release once, before its first round is charged.
@@ -218,6 +272,7 @@ class Release:
 
         specs = map(_spec_of, tf.nest.flatten(arguments))
         traced = tf.function(function, autograph=False).get_concrete_function(*specs)
+        self.metric_results.trace(total.metrics)
         self._traced.append(traced)
 
     def _noise_and_move(self, total, state, seed, answered, charged):
@@ -238,16 +293,10 @@ class Release:
         else:
             self.server.apply(mean)
         # Most of these diagnostics get no noise.
-        measured = {
-            "loss": total.loss / total.examples,
-            **self.metric_results(total.metrics),
-        }
         logs = {
             # NaN, as in abandoned rounds, if no client has a loss.
-            name: tf.where(total.examples > 0, tf.cast(value, tf.float32), np.nan)
-            for name, value in measured.items()
-        }
-        logs |= {
+            "loss": tf.math.divide_no_nan(total.loss, total.examples)
+            + tf.where(total.examples > 0, 0.0, np.nan),
             **self.query.derive_metrics(state),
             "clipped_fraction": tf.math.divide_no_nan(contribution.clipped, answered),
             "mean_update_norm": tf.math.divide_no_nan(contribution.norm, answered),

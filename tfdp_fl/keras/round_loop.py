@@ -210,8 +210,12 @@ class RoundLoop:
     def charges_first(self, cohort: sampling.Cohort) -> bool:
         """See `algorithm.FrontEnd`."""
         is_charged = cohort.participation.charge_if_abandoned
-        # A clip computed from the cohort decides whether a secure sum raises an error.
-        tells = self.setup.secure_aggregation and self.engine.query.two_phase
+        # A user's code that computes a clip from the cohort may raise an error, and
+        # such a clip may make a secure sum raise one.
+        mechanism, tells = self.setup.mechanism, False
+        if self.engine.query.two_phase:
+            is_own = mechanism.overrides("clip_to_cohort")
+            tells = is_own or self.setup.secure_aggregation is not None
         return bool(is_charged or tells or self.run.spending.by_client)
 
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
