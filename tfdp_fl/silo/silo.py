@@ -3,10 +3,17 @@
 An outside party (a server or another organisation) sends weights. The silo runs private
 rounds on its own people from these weights, charges each round before releasing it, and
 answers with the resulting weights. Everything that it sends is a private release.
-Whatever the others send, the silo's answers are an adaptive composition, for which the
-ledger's epsilon holds (Dwork & Roth 2014, section 3.5.2; what others do with them, and
-send next, is post-processing). People of other silos have separate guarantees (parallel
-composition). For a person in several silos, the costs add up.
+Whatever weights the others send, the silo's answers are an adaptive composition, for
+which the ledger's epsilon holds (Dwork & Roth 2014, section 3.5.2; what others do with
+them, and send next, is post-processing). People of other silos have separate guarantees
+(parallel composition). For a person in several silos, the costs add up.
+
+That needs a plan that is fixed in advance. A server that decides by the answers when to
+stop has (epsilon, delta) by the target: what it gets is a part of the longest training
+that the target allows. If it also decides by them when to ask for an evaluation, each
+number n of evaluations has its own longest training, so the answers with exactly n of
+them are (epsilon, delta) by the target, and those with at most n are
+(epsilon, (n + 1) delta).
 """
 
 from __future__ import annotations
@@ -264,8 +271,8 @@ class Silo:
             f"that this silo has sent so far is {_guarantee(spent, delta)}. "
             "If they stop because of what it sent, the promise is its target, "
             f"{_guarantee(self.target.epsilon, self.target.delta)}, more than which it "
-            "will never spend. Somebody who is "
-            "also in another silo that has spent as much has "
+            f"will never spend. {self._promise_for_chosen_evaluations(fed)}"
+            "Somebody who is also in another silo that has spent as much has "
             f"{_guarantee(2 * spent, 2 * delta)}. Not covered: whether this silo "
             "answers at all. It does not if its table is invalid or has other people "
             "than before."
@@ -276,6 +283,18 @@ class Silo:
                 "answers, but epsilon counts them."
             )
         return text
+
+    def _promise_for_chosen_evaluations(self, fed: DPFederatedModel) -> str:
+        """Returns a sentence about a server that asks for them by what it was sent."""
+        assert fed.spending is not None
+        if not (num_evaluations := fed.spending.evaluations):
+            return ""
+        delta = (1 + num_evaluations) * self.target.delta
+        return (
+            "If they also decided by that when to ask for an evaluation (so far: "
+            f"{num_evaluations}), delta counts once more for each: "
+            f"{_guarantee(self.target.epsilon, delta)}. "
+        )
 
     def _train(self, message: Message, received: list[np.ndarray]) -> Json:
         fed, first = self._open(message)
