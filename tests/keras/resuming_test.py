@@ -365,6 +365,9 @@ def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
         assert contents.epsilon(_DELTA) == pytest.approx(last.epsilon(_DELTA))
     each = last.run.mu_squared
     assert last.spending.max_mu_squared >= 4 * each
+    # In how many of them the most exposed client took part is not known.
+    assert last.privacy_statement(_DELTA, "dict")["max_participations"] is None
+    assert "it took part" not in toy.said(last, _DELTA)
 
 
 def test_two_populations_have_no_pass_in_common(tmp_path):

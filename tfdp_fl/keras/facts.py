@@ -26,10 +26,10 @@ def statement_facts(
         ),
     }
     if account.by_client:
-        composed = {
-            "epsilon_local": account.epsilon,
-            "max_participations": account.per_client.max_participations,
-        }
+        # Lost rounds and other runs are counted for nobody in particular.
+        is_known = not account.mu_squared_elsewhere
+        most = account.per_client.max_participations if is_known else None
+        composed = {"epsilon_local": account.epsilon, "max_participations": most}
         if mechanism.privacy_unit == PrivacyUnit.RECORD:
             composed["implied_epsilon"] = mechanism.epsilon
         else:

@@ -124,8 +124,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
-          max_parallel_clients: How many clients train at once; None: one per core. The
-            result does not depend on it.
+          max_parallel_clients: How many clients train at once; None: one per core. It
+            changes the results of some layers by rounding.
           noise_generator: The source of the noise: "philox", which is fast, or
             "exact", for `FixedClipping` with noise from the server. With "exact",
             updates are summed on a grid, and the noise is an ideal Gaussian rounded

@@ -98,7 +98,12 @@ class RoundLoop:
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         show = _make_progress(self.verbose, run.rounds, plan.last_round)
-        with callback_session(self.federated, run.rounds, plan.last_round):
+        with (
+            callback_session(self.federated, run.rounds, plan.last_round),
+            contextlib.ExitStack() as stack,
+        ):
+            # Before callbacks save the run.
+            stack.callback(run.end_interrupted_round)
             run.mechanism_state = release.with_variables(run.mechanism_state)
             if run.rounds < plan.last_round:  # Before anybody trains.
                 run.spending.central.check(run.cost(run.rounds))
