@@ -61,6 +61,15 @@ def test_is_within_the_clip_where_the_server_adds_the_noise(mechanism, bits):
         assert vector[-1] == 1.0
 
 
+def test_an_error_of_the_sum_that_is_not_small_beside_the_clip_is_refused():
+    # It would tell how many clients the sum has.
+    _sent(_fixed(1.0), _SHARING(mode="float"))
+    coarse = _SHARING(mode="float", max_share_value=1e12)
+    with pytest.raises(ValueError, match=r"off by 7.*its bound of 1,"):
+        _sent(_fixed(1.0), coarse)
+    _sent(tfdp_fl.NoPrivacy(), coarse)
+
+
 class _WithSum(tfdp_fl.FixedClipping):
     side_bounds = {"count": 0.3}  # noqa: RUF012
 

@@ -10,11 +10,13 @@ from tfdp_fl import _signals, mechanisms, secure_aggregation
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.engine import cohort, engine
 from tfdp_fl.secure_aggregation import grouped_sum
-from tfdp_fl.terms import NoiseSite
+from tfdp_fl.terms import NoiseSite, TrustModel
 
 # With a standard deviation of two grid steps, rounding alters the distribution of the
 # noise by a relative error of only exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
 _STEPS_OF_NOISE = 2.0
+# The relative error of a sum, as in docs/clipping.md.
+_LARGEST_ERROR = 1e-5
 
 
 def sum_securely(
@@ -204,6 +206,18 @@ def check_resolution(
                 f"{largest:.3g}, the largest {name} that an honest client may send "
                 f"with its noise, got {protocol.max_share_value:g}."
             )
+    # Its size shows how many clients the sum has, so it must be lost in the noise.
+    error = protocol.largest_error * num_values**0.5
+    if query.mechanism.trust_model == TrustModel.CENTRAL:
+        for name, bound in bounds.items():
+            is_known = np.isfinite(float(bound))
+            if error > (_LARGEST_ERROR * float(bound) if is_known else 0):
+                raise ValueError(
+                    "secure_aggregation must have a smaller max_share_value, or "
+                    f"mode='ring', because the sum of each {name} may be off by "
+                    f"{error:.3g}, which is not small beside its bound of "
+                    f"{float(bound):.3g}, got {protocol!r}."
+                )
     if protocol.mode != "ring":
         return
     requirements = [("the bits and the weight of a client", 0.5)]

@@ -113,6 +113,13 @@ class AdditiveSecretSharing:
         return 2.0 ** -math.floor(math.log2(usable / largest))
 
     @property
+    def largest_error(self) -> float:
+        """The most by which a number of the sum is off, once its values are encoded."""
+        if self.mode == "ring":
+            return 0.0
+        return 1e-14 * self.max_participants**1.5 * self.max_share_value
+
+    @property
     def share_dtype(self) -> np.dtype:
         """The dtype of shares and of partial sums."""
         kind = f"<u{self.bits // 8}" if self.mode == "ring" else "<f8"
