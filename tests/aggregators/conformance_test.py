@@ -236,10 +236,12 @@ def _secure_sums():
 
 
 @pytest.mark.usefixtures("secure_sums")
-@pytest.mark.parametrize("site, bound", [("client", 5.0), ("server", 60.0)])
-def test_no_clip_of_a_cohort_fails_its_round(site, bound):
+@pytest.mark.parametrize(
+    "site, bound, z",
+    [("client", 5.0, 2.0), ("client", 5.0, 1e-3), ("server", 60.0, 2.0)],
+)
+def test_no_clip_of_a_cohort_fails_its_round(site, bound, z):
     # Whether it fails would tell about the clients, and nothing would be charged.
-    z = 2.0
     median = tfdp_fl.MedianClipping(
         noise_multiplier=z, median_noise_multiplier=0.01, noise_site=site
     )
@@ -260,6 +262,23 @@ def test_no_clip_of_a_cohort_fails_its_round(site, bound):
     assert middle == pytest.approx(0.1 * 10**0.5, rel=0.01)
     if site == "client":  # With 9.5 deviations of its noise, z S / 3, it can be sent.
         assert most == pytest.approx(bound / (1 + 9.5 * z / 3), rel=1e-4)
+        # The noise spans two steps of 2^-23 of the bound, and more than rounding does.
+        for_noise, for_clip = 2 * 3 / z, 1e3 * 10**0.5
+        step = bound * 2.0**-23
+        assert least == pytest.approx(max(for_noise, for_clip) * step, rel=1e-4)
+
+
+@pytest.mark.usefixtures("secure_sums")
+def test_a_later_round_of_a_secure_sum_is_checked():
+    # One of two clients adds noise of 0.7 clips, then 7.
+    mechanism = tfdp_fl.FixedClipping(
+        clip_norm=1.0, noise_multiplier=[1.0, 10.0], noise_site="client"
+    )
+    secure = tff.aggregators.SecureSumFactory(8.0)
+    process = aggregators.from_mechanism(mechanism, 2, secure).create(VECTOR)
+    state = process.next(process.initialize(), VALUES[:2]).state
+    with pytest.raises(Exception, match=r"bounds of.*cut off"):
+        process.next(state, VALUES[:2])
 
 
 @pytest.mark.usefixtures("secure_sums")

@@ -1,6 +1,10 @@
 import collections
+import dataclasses
 import json
+from collections.abc import Mapping
+from typing import ClassVar
 
+import dp_accounting
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from tfdp_fl import aggregators, learning, mechanisms
 from tfdp_fl.tff import state as state_lib
 
 SCALAR = tff.TensorType(np.float32)
+VECTOR = tff.TensorType(np.float32, [4])
 NESTED = tff.types.to_type(
     collections.OrderedDict(
         z=(np.float32, [2]), a=[np.float32, collections.OrderedDict(c=SCALAR)]
@@ -204,9 +209,10 @@ def test_a_secure_sum_that_cuts_off_noise_or_the_count_is_refused():
         quiet(**at_clients, inner_factory=narrow).create(SCALAR)
     count = {"clients_per_round": 4, "count_noise_stddev": 2.0}
     adaptive = aggregators.AdaptiveClippingFactory(
-        **at_clients, **count, scalars_factory=tff.aggregators.SecureSumFactory(10.0)
+        **at_clients, **count, scalars_factory=tff.aggregators.SecureSumFactory(9.9)
     )
-    with pytest.raises(ValueError, match=r"scalars_factory .* bounds of 10\.5"):
+    # The bit is centred, so it is 0.5 at most.
+    with pytest.raises(ValueError, match=r"scalars_factory .* bounds of 10 or more"):
         adaptive.create(SCALAR)
     with pytest.raises(ValueError, match="scalars_factory must have an upper bound"):
         quiet(scalars_factory=tff.aggregators.SecureSumFactory(0.5))
@@ -215,18 +221,105 @@ def test_a_secure_sum_that_cuts_off_noise_or_the_count_is_refused():
         quiet(noise_multiplier=[0.0, 1.0], inner_factory=COMPRESSION)
 
 
-def test_a_clip_that_falls_below_a_secure_sums_rounding():
-    plan = {"noise_multiplier": 1.0, "clients_per_round": 4.0, "min_clip_norm": 0.25}
-    plan["charged"] = 1.0
-    check = state_lib.RoundPlan(**plan, lines="")
-    four = tf.constant(4.0)
-    assert check.check_size(four, four, four, clip_norm=0.25) == 4
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not negligible"):
-        check.check_size(four, four, four, clip_norm=0.24)
-    check = state_lib.RoundPlan(**plan, lines="", limits={"update": 5.0})
-    assert check.check_size(four, four, four, 0.25, {"update": 0.5}) == 4
-    with pytest.raises(tf.errors.InvalidArgumentError, match="cut off noise"):
-        check.check_size(four, four, four, 0.25, {"update": 0.6})
+@pytest.mark.parametrize(
+    "site, clip, z, message",
+    [
+        ("server", 0.25, 0.0, None),
+        ("server", 0.24, 0.0, "not negligible"),
+        ("server", float("inf"), 0.0, "states no bound"),
+        ("server", float("nan"), 0.0, "states no bound"),
+        # One of four clients adds half of z times the clip.
+        ("client", 0.25, 4.0, None),
+        ("client", 0.25, 4.8, "cut off noise"),
+        ("client", 0.25, 0.0017, None),
+        ("client", 0.25, 0.0015, "too coarse for noise"),
+        ("client", 0.25, 0.0, None),
+    ],
+)
+def test_what_a_secure_sum_changes_in_a_later_round(site, clip, z, message):
+    mechanism = mechanisms.FixedClipping(
+        clip_norm=1.0, noise_multiplier=1.0, noise_site=site
+    )
+    query = mechanism.bind(mechanisms.PrivacyContext(clients_per_round=4))
+    grid = state_lib.SumGrid("inner_factory", limit=5.0, step=1e-4, rounding=2.5e-4)
+    plain = grid._replace(step=0.0)
+    plan = {"noise_multiplier": 1.0, "clients_per_round": 4.0, "charged": 1.0}
+    check, unchecked = (
+        state_lib.RoundPlan(**plan, lines="", update_grid=of_updates, scalar_grid=plain)
+        for of_updates in (grid, plain)
+    )
+    state = query.begin_round(query.initial_global_state(), z, 4.0)
+    state = query.with_clip(state, tf.constant(clip))
+    unchecked.check_sums(query, state)
+    if message is None:
+        check.check_sums(query, state)
+        return
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        check.check_sums(query, state)
+
+
+def _measuring(bound, **parameters):
+    """Returns a mechanism that also releases a number beside the updates."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Measuring(mechanisms.Mechanism):
+        side_bounds: ClassVar[Mapping[str, float]] = {"x": bound}
+        noise_multiplier: float = 1.0
+        noise_site: str = "server"
+
+        def first_clip_norm(self):
+            return 1.0
+
+        def side_statistics(self, norm, round):
+            return {"x": bound * tf.ones_like(norm)}
+
+        def noise_stddevs(self, round, deployment):
+            z = round.noise_multiplier
+            return {"update": z * round.clip_norm, "x": z * bound}
+
+        def describe(self):
+            return "Measuring."
+
+    return Measuring(**parameters)
+
+
+# Steps of a secure sum are 2^-23 of its bound.
+@pytest.mark.parametrize(
+    "bound, site, secure, z, message",
+    [
+        (2e-3, "server", 16.0, 1.0, None),
+        (2e-3, "server", 17.0, 1.0, "closer bounds: its sum rounds a client's x"),
+        (0.0, "server", 1.0, 1.0, "closer bounds: its sum rounds a client's x"),
+        (100.0, "server", 50.0, 1.0, None),
+        (100.0, "server", 8400.0, 1.0, "closer .* rounds a client's part of the coh"),
+        (100.0, "client", 576.0, 1.0, None),
+        (100.0, "client", 574.0, 1.0, "bounds of 575 or more for a client's x"),
+        (1.0, "client", 8000.0, 0.0039, None),
+        (1.0, "client", 8000.0, 0.0038, "a client's x to steps of .* too coarse for"),
+    ],
+)
+def test_side_sums_have_their_own_bounds_in_a_secure_sum(
+    bound, site, secure, z, message
+):
+    mechanism = _measuring(bound, noise_multiplier=z, noise_site=site)
+    scalars = tff.aggregators.SecureSumFactory(secure)
+    factory = aggregators.from_mechanism(mechanism, 4, scalars_factory=scalars)
+    if message is None:
+        factory.create(SCALAR)
+        return
+    with pytest.raises(ValueError, match=f"scalars_factory must have .*{message}"):
+        factory.create(SCALAR)
+
+
+def test_a_query_that_states_no_bound_has_no_secure_sum():
+    # With 287 080 weights, rounding moved the sum by two clips, and none was charged.
+    query, event = tfp.GaussianSumQuery(1e-3, 1e-3), dp_accounting.GaussianDpEvent(1.0)
+    mechanism = mechanisms.QueryMechanism(query=query, dp_event=event)
+    secure = tff.aggregators.SecureSumFactory(8000.0)
+    with pytest.raises(ValueError, match=r"inner_factory must be None .*states no bou"):
+        aggregators.from_mechanism(mechanism, 3, secure).create(VECTOR)
+    # The number of clients is no number of the query's.
+    aggregators.from_mechanism(mechanism, 3, scalars_factory=secure).create(VECTOR)
 
 
 @pytest.mark.parametrize(

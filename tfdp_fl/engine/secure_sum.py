@@ -9,12 +9,10 @@ from scipy import stats
 from tfdp_fl import _signals, mechanisms, secure_aggregation
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.engine import cohort, engine
+from tfdp_fl.mechanisms import noise
 from tfdp_fl.secure_aggregation import grouped_sum
 from tfdp_fl.terms import NoiseSite, TrustModel
 
-# With a standard deviation of two grid steps, rounding alters the distribution of the
-# noise by a relative error of only exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
-_STEPS_OF_NOISE = 2.0
 # The relative error of a sum, as in docs/clipping.md.
 _LARGEST_ERROR = 1e-5
 
@@ -222,7 +220,7 @@ def check_resolution(
         return
     requirements = [("the bits and the weight of a client", 0.5)]
     requirements += [
-        (f"a client's noise on its {name}", share / _STEPS_OF_NOISE)
+        (f"a client's noise on its {name}", share / noise.STEPS_OF_NOISE)
         for name, share in shares.items()
         if share > 0
     ]

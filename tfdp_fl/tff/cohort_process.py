@@ -317,14 +317,12 @@ def _create_release(
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
             scalars["weight"],
-            query.l2_norm_bound(query_state),
-            query.noise_shares(query_state) if plan.limits else None,
         )
         update = to_list(total["update"]) if packed else total["update"]
         # (The state may come from another process.)
         reported = query.check_reported_event(query_state)
         record = cohort_query.after_assertions(
-            [size, *reported],
+            [size, *reported, *plan.check_sums(query, query_state)],
             contribution.Contribution(update=update, sums=sums, **scalars),
         )
         # What is added must be at least what the recorded line says.

@@ -21,8 +21,6 @@ from tfdp_fl.tff import cohort_process, state
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.MIN_SEPARATION)
 # A secure sum rounds each number to a grid with this many steps between its bounds.
 _STEPS = 2.0**24
-# How much rounding may add to the norm of a client's share, relative to the clip.
-_LARGEST_ROUNDING = 1e-3
 
 # Sums the clients' shares.
 SumFactory: TypeAlias = tff.aggregators.UnweightedAggregationFactory
@@ -198,8 +196,6 @@ class BoundFactory:
         deployment = dataclasses.replace(
             self.deployment, num_variables=len(tensors), shapes=shapes
         )
-        rounding = self._rounding_of_sums(shapes)
-        limits = self._noise_limits(deployment)
         max_cohort_size = deployment.num_clients
         if (
             max_cohort_size is not None
@@ -223,96 +219,68 @@ class BoundFactory:
             state.charged_by(line, query, self.mechanism.noise_multiplier_at(index))
             for index, line in enumerate(lines)
         )
+        plan = state.RoundPlan(
+            noise_multiplier=self._noise_multipliers,
+            clients_per_round=self._cohort_sizes,
+            lines=lines if self._is_scheduled else lines[0],
+            charged=charged if self._is_scheduled else charged[0],
+            exact=self.mechanism.needs_exact_cohort,
+            at_most_expected=self._has_whole_cohorts,
+            max_cohort_size=max_cohort_size,
+            requires_weight=self.mechanism.releases_weights,
+            **self._grids(shapes),
+        )
+        plan.check_first_round(query)
         return cohort_process.create_cohort_process(
-            query,
-            state.RoundPlan(
-                noise_multiplier=self._noise_multipliers,
-                clients_per_round=self._cohort_sizes,
-                lines=lines if self._is_scheduled else lines[0],
-                charged=charged if self._is_scheduled else charged[0],
-                exact=self.mechanism.needs_exact_cohort,
-                at_most_expected=self._has_whole_cohorts,
-                max_cohort_size=max_cohort_size,
-                requires_weight=self.mechanism.releases_weights,
-                min_clip_norm=rounding / _LARGEST_ROUNDING,
-                limits=limits,
-            ),
-            value_type,
-            weight_type,
-            **self._factories,
+            query, plan, value_type, weight_type, **self._factories
         )
 
     def _enlargement(self, max_cohort_size: int | None) -> float:
         """Returns the largest factor by which sums may enlarge a client's share.
 
-        Each of the two sums rounds it, by at most `_LARGEST_ROUNDING` of the clip or of
-        a count's bound. A decoded secure sum is float32, so the sum of m clients has a
+        Each of the two sums rounds it, by at most `LARGEST_ROUNDING` of the bounds of
+        what it adds up. A decoded secure sum is float32, so the sum of m clients has a
         relative rounding error of 2^-24.
         """
         factories = self._factories.values()
         if all(largest_rounding(factory, 1) == 0 for factory in factories):
             return 1.0
         clients = max_cohort_size or max(state.distinct_values(self._cohort_sizes))
-        return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
+        return 1 + 2 * state.LARGEST_ROUNDING + clients * 2.0**-23
 
-    def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
-        """Returns the most that secure sums may add to a client's share of the sum."""
-        if not self._is_charged:
-            return 0.0
-        inner, scalars = self._factories.values()
+    def _grids(
+        self, shapes: tuple[tuple[int, ...], ...] | None
+    ) -> dict[str, state.SumGrid]:
+        """Returns the grids of a `RoundPlan`; of plain sums if nothing is charged."""
+        inner, scalars = self._factories.values() if self._is_charged else (None, None)
         if shapes is None and largest_rounding(inner, 1):
             raise ValueError(
                 "inner_factory must be a plain sum if shapes are unknown: the rounding "
                 "of a secure sum depends on the number of elements."
             )
         num_elements = sum(math.prod(shape) for shape in shapes or ())
-        rounding = largest_rounding(inner, num_elements)
-        clip = self.mechanism.first_clip_norm()
-        for name, value, limit in (
-            ("inner_factory", rounding, clip or math.inf),
-            ("scalars_factory", largest_rounding(scalars, 1), 1.0),
-        ):
-            if value > _LARGEST_ROUNDING * limit:
-                raise ValueError(
-                    f"{name} must have closer bounds: its sum rounds a client's share "
-                    f"by up to {value:.3g}, more than {_LARGEST_ROUNDING:g} of the "
-                    f"{limit:g} that a client may add."
-                )
-        return rounding
-
-    def _noise_limits(
-        self, deployment: contribution.PrivacyContext
-    ) -> dict[str, float]:
-        """Returns `RoundPlan.limits`, which exist only if clients add the noise.
-
-        Each client adds only a share. Noise that a secure sum cuts off would be missing
-        from the total for which the round is charged.
-        """
-        if not (self._is_charged and self.mechanism.needs_exact_cohort):
-            return {}
-        m, clip = deployment.cohort_size(0), self.mechanism.first_clip_norm()
-        first = contribution.RoundState(clip, self.mechanism.noise_multiplier_at(0), m)
-        limits = {}
-        for name, stddev in self.mechanism.noise_stddevs(first, deployment).items():
-            is_update = name == "update"
-            factory = "inner_factory" if is_update else "scalars_factory"
-            lower, upper = bounds_of(self._factories[factory])
-            limit = min(-lower, upper)
-            needed = (clip if is_update else 1.0) + state.LARGEST_DRAW * stddev / m**0.5
-            if needed > limit:
-                raise ValueError(
-                    f"{factory} must have bounds of {needed:.3g} or more, got "
-                    f"{limit:g}: it would cut off noise that the clients add "
-                    "(noise_site='client'), leaving less than is charged for."
-                )
-            if limit < math.inf:
-                limits[name] = limit
-        return limits
+        return {
+            "update_grid": _grid_of("inner_factory", inner, num_elements),
+            "scalar_grid": _grid_of("scalars_factory", scalars, 1),
+        }
 
 
-def bounds_of(factory: SumFactory) -> tuple[float, float]:
+def _grid_of(
+    argument: str, factory: SumFactory | None, num_elements: int
+) -> state.SumGrid:
+    """Returns what a sum does to shares of some elements."""
+    lower, upper = bounds_of(factory)
+    return state.SumGrid(
+        argument,
+        limit=min(-lower, upper),
+        step=largest_rounding(factory, 1),
+        rounding=largest_rounding(factory, num_elements),
+    )
+
+
+def bounds_of(factory: SumFactory | None) -> tuple[float, float]:
     """Returns the range in which a sum leaves numbers unchanged."""
-    if type(factory) is not tff.aggregators.SecureSumFactory:
+    if factory is None or type(factory) is not tff.aggregators.SecureSumFactory:
         return -math.inf, math.inf
     upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
     if isinstance(upper, tff.templates.EstimationProcess):
@@ -385,10 +353,12 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
 
     `inner_factory` sums the updates after the clip, so it must not enlarge a client's
     share. With a central guarantee, it must be a `tff.aggregators.SumFactory` or a
-    `SecureSumFactory` whose bounds include 0. (A secure sum rounds each coordinate by
-    at most 2^-24 of the distance between its bounds.) Others, such as
-    `EncodedSumFactory`, which rounds up as well as down, are only for mechanisms
-    without a guarantee, or with a local one.
+    `SecureSumFactory` whose bounds include 0; so must `scalars_factory`. (A secure sum
+    rounds each coordinate by at most 2^-24 of the distance between its bounds. That
+    must be small beside the bound of whatever it adds up: the clip, and each of the
+    mechanism's `side_bounds`. The updates of a TF-Privacy query, which states no bound,
+    need a plain sum.) Others, such as `EncodedSumFactory`, which rounds up as well as
+    down, are only for mechanisms without a guarantee, or with a local one.
 
     Measurements of a round, as an `OrderedDict`: this round's `clip_norm` and
     `noise_stddev` (on the sum), `clipped_fraction`, `mean_update_norm`,

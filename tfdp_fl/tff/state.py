@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import attrs
@@ -17,7 +17,7 @@ from scipy import stats
 
 from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
-from tfdp_fl.mechanisms import cohort_query, contribution
+from tfdp_fl.mechanisms import clipping, cohort_query, contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.terms import Json, TrustModel
 
@@ -34,6 +34,12 @@ _Vector: TypeAlias = np.ndarray | tf.Tensor
 _REFUSAL_PROBABILITY = 1e-12
 # A bound on all noise, in standard deviations (`noise._box_muller` ends at 9.42).
 LARGEST_DRAW = 9.5
+# How much a sum's rounding may add to a client's share, relative to its bound.
+LARGEST_ROUNDING = 1e-3
+
+# What must hold in a round: a condition, and the words before and after a number that
+# say why it does not.
+_Requirement: TypeAlias = tuple[tf.Tensor, str, contribution.Scalar, str]
 
 
 class RoundHistory(NamedTuple):
@@ -178,6 +184,88 @@ def _value_at(
         return tf.gather(tf.constant(table, dtype), tf.identity(round_index))
 
 
+class SumGrid(NamedTuple):
+    """The numbers that a sum adds up without changing them: a grid between two bounds.
+
+    Attributes:
+      argument: The argument for the sum's factory.
+      limit: The largest absolute value that the sum does not cut off.
+      step: The distance between two of the numbers; 0 for a plain sum.
+      rounding: The most that rounding adds to the norm of a client's share.
+    """
+
+    argument: str
+    limit: float
+    step: float
+    rounding: float
+
+    def requirements(
+        self, name: str, bound: contribution.Scalar, share: tf.Tensor | None
+    ) -> Iterator[_Requirement]:
+        """Yields what must hold so that the sum costs what is charged for it.
+
+        Args:
+          name: What is added up.
+          bound: The bound on the norm of a client's share, without noise.
+          share: The stddev of the noise that the client adds; None: it adds none.
+        """
+        if not self.step:
+            return
+        bound = tf.cast(bound, tf.float32)
+        yield (
+            bound < math.inf,
+            f"{self.argument} must be None or a tff.aggregators.SumFactory, because a "
+            f"secure sum rounds a client's {name}, which the mechanism bounds by",
+            bound,
+            "(a TF-Privacy query states no bound)",
+        )
+        yield (
+            self.rounding <= LARGEST_ROUNDING * bound,
+            f"{self.argument} must have closer bounds: its sum rounds a client's "
+            f"{name} by up to {self.rounding:.3g}, which is not negligible beside its "
+            "bound of",
+            bound,
+            f"(at most {LARGEST_ROUNDING:g} of it would be)",
+        )
+        if share is None:
+            return
+        yield (
+            (share <= 0) | (share >= noise.STEPS_OF_NOISE * self.step),
+            f"{self.argument} must have closer bounds: its sum rounds a client's "
+            f"{name} to steps of {self.step:.3g}, which is too coarse for noise that "
+            "the client adds (noise_site='client') with a standard deviation of",
+            share,
+            f"(at least {noise.STEPS_OF_NOISE:g} steps are needed)",
+        )
+        needed = bound + LARGEST_DRAW * share
+        yield (
+            needed <= self.limit,
+            f"{self.argument} must have bounds of",
+            needed,
+            f"or more for a client's {name}, got {self.limit:g}: it would cut off "
+            "noise that the clients add (noise_site='client'), leaving less than is "
+            "charged for",
+        )
+
+    def clip_limits(
+        self, bound: tf.Tensor, share: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the least and the largest clip that meet the requirements.
+
+        Args:
+          bound: The bound of a clip of 1, to which a clip's own is proportional.
+          share: Likewise.
+        """
+        least = self.rounding / LARGEST_ROUNDING / bound
+        most = tf.constant(clipping.LARGEST_CLIP_NORM)
+        if share is not None:
+            for_noise = noise.STEPS_OF_NOISE * self.step
+            least = tf.maximum(least, tf.math.divide_no_nan(for_noise, share))
+            most = tf.minimum(most, self.limit / (bound + LARGEST_DRAW * share))
+        # (Neither is off by more than rounding.)
+        return least * (1 + 1e-5), most * (1 - 1e-5)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundPlan:
     """The values of each round, and the requirements on its cohort.
@@ -190,6 +278,8 @@ class RoundPlan:
       clients_per_round: The expected number of clients in a round, m.
       lines: See `RoundHistory`: one for all rounds, or one per round.
       charged: `charged_by` of these lines, likewise.
+      update_grid: What the sum of the updates does to them.
+      scalar_grid: What the sum of the other numbers does to each of them.
       exact: Whether exactly m clients must answer, because each adds its share of the
         noise.
       at_most_expected: Whether no more than m may answer, as under fixed-size
@@ -197,22 +287,18 @@ class RoundPlan:
       max_cohort_size: The most clients that may answer (the population), or None.
       requires_weight: Whether at least one usable answer is required, because the
         answers replace the model.
-      min_clip_norm: The clip must be at least this; otherwise a secure sum's rounding
-        would not be negligible.
-      limits: For "update" and the side sums, the bound beyond which a secure sum would
-        clip a client's share, and with it noise that is charged for.
     """
 
     noise_multiplier: Table
     clients_per_round: Table
     lines: str | tuple[str, ...]
     charged: Table
+    update_grid: SumGrid
+    scalar_grid: SumGrid
     exact: bool = False
     at_most_expected: bool = False
     max_cohort_size: int | None = None
     requires_weight: bool = False
-    min_clip_norm: float = 0.0
-    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns z and m of a round, float32 scalars."""
@@ -243,28 +329,67 @@ class RoundPlan:
     def clip_limits(
         self, query: cohort_query.CohortQuery, query_state: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the least and the largest clip that `check_size` allows in a round.
+        """Returns the least and the largest clip that `check_sums` allows in a round.
 
         Args:
           query: Its bound and its noise are proportional to the clip.
           query_state: The round's state.
         """
-        least, most = tf.constant(self.min_clip_norm), tf.constant(math.inf)
-        if "update" in self.limits:
-            one = query.with_clip(query_state, tf.ones([]))
-            share = tf.cast(query.noise_shares(one)["update"], tf.float32)
-            bound = tf.cast(query.l2_norm_bound(one), tf.float32)
-            most = self.limits["update"] / (bound + LARGEST_DRAW * share)
-        # (Neither is off by more than rounding.)
-        return least * (1 + 1e-5), most * (1 - 1e-5)
+        one = query.with_clip(query_state, tf.ones([]))
+        bound = tf.cast(query.l2_norm_bound(one), tf.float32)
+        return self.update_grid.clip_limits(bound, _client_noise(query, one)["update"])
+
+    def _sum_requirements(
+        self, query: cohort_query.CohortQuery, query_state: Any
+    ) -> Iterator[_Requirement]:
+        """Yields what must hold of all that a round releases through sums."""
+        shares = _client_noise(query, query_state)
+        bound = query.l2_norm_bound(query_state)
+        yield from self.update_grid.requirements("update", bound, shares["update"])
+        for name, bound in query.mechanism.side_bounds.items():
+            yield from self.scalar_grid.requirements(name, bound, shares[name])
+        yield from self.scalar_grid.requirements("part of the cohort size", 1.0, None)
+
+    def check_first_round(self, query: cohort_query.CohortQuery) -> None:
+        """Raises ValueError if `check_sums` would fail in the first round.
+
+        If its clip follows from the cohort, both ends of the `clip_limits` are checked.
+        """
+        if not (self.update_grid.step or self.scalar_grid.step):
+            return
+        with tf.init_scope():
+            first = query.begin_round(
+                query.initial_global_state(), *self.values(tf.constant(0))
+            )
+            states = [first]
+            if query.two_phase:
+                limits = self.clip_limits(query, first)
+                states = [query.with_clip(first, clip_norm) for clip_norm in limits]
+            for query_state in states:
+                for is_met, *words in self._sum_requirements(query, query_state):
+                    if not is_met:
+                        before, number, after = words
+                        raise ValueError(f"{before} {float(number):.3g} {after}.")
+
+    def check_sums(
+        self, query: cohort_query.CohortQuery, query_state: Any
+    ) -> list[tf.Operation]:
+        """Raises InvalidArgumentError if a sum would not cost what is charged for it.
+
+        Returns:
+          In a graph, the operations that raise the error, for `after_assertions`.
+        """
+        checks = [
+            tf.debugging.Assert(is_met, [*words, "The round is abandoned."])
+            for is_met, *words in self._sum_requirements(query, query_state)
+        ]
+        return [check for check in checks if check is not None]
 
     def check_size(
         self,
         size: tf.Tensor,
         expected: tf.Tensor,
         weight: tf.Tensor,
-        clip_norm: tf.Tensor | float,
-        shares: Mapping[str, tf.Tensor] | None = None,
     ) -> tf.Tensor:
         """Returns a cohort's size after checking that it is allowed.
 
@@ -272,8 +397,6 @@ class RoundPlan:
           size: Float32 scalar, the number of clients that answered.
           expected: Float32 scalar, m.
           weight: Float32 scalar, the sum of the clients' weights.
-          clip_norm: Float32 scalar, the largest norm of a client's share.
-          shares: The stddev of a client's own noise for each of `limits`.
         """
         checks = []
 
@@ -301,22 +424,18 @@ class RoundPlan:
             )
         if self.requires_weight:
             require(weight > 0, "cohort has nothing usable to replace the model with")
-        if self.min_clip_norm:
-            require(
-                tf.cast(clip_norm, tf.float32) >= self.min_clip_norm,
-                "the clip has become so small that the secure sum's rounding is not "
-                "negligible: give its inner_factory closer bounds",
-            )
-        for name, limit in self.limits.items():
-            norm_bound = clip_norm if name == "update" else 1.0
-            require(
-                norm_bound + LARGEST_DRAW * (shares or {})[name] <= limit,
-                "a secure sum would cut off noise of the clients: give its factory "
-                "wider bounds",
-            )
         # In eager mode, a check that passes is None.
         with tf.control_dependencies([check for check in checks if check is not None]):
             return tf.identity(size)
+
+
+def _client_noise(
+    query: cohort_query.CohortQuery, query_state: Any
+) -> Mapping[str, tf.Tensor | None]:
+    """Returns the stddevs of the noise that each client adds; None for no noise."""
+    if query.mechanism.needs_exact_cohort:
+        return query.noise_shares(query_state)
+    return dict.fromkeys(("update", *query.mechanism.side_names))
 
 
 def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:
