@@ -106,6 +106,61 @@ def test_a_local_guarantee_is_that_of_one_client():
             after(10, max_participations=wrong)
 
 
+def test_a_client_took_part_as_often_as_the_state_proves():
+    mechanism = mechanisms.LocalDP(
+        clip_norm=1.0, epsilon=4.0, delta=DELTA, max_participations=2
+    )
+    # Six rounds of half the clients: 4.0 was said, after three rounds of all.
+    built, way = {"max_participations": 2}, {"sampling": "shuffled"}
+    state = state_after(mechanism, 6, 500, "shuffled", **built)
+    way |= {"clients_per_round": 500, "rounds": 10}
+    with pytest.raises(ValueError, match=r"at least 3, .* 3000 times .*learning\.eps"):
+        spent(state, mechanism, **way, max_participations=2)
+    deployment = mechanism_lib.PrivacyContext(clients_per_round=500, rounds=10, **built)
+    for most in (3, 5, None):
+        value = spent(state, mechanism, **way, max_participations=most)
+        mu_squared = (most or 6) * mechanism.mu_squared(deployment)
+        assert value == pytest.approx(
+            accounting.epsilon_of_mu_squared(mu_squared, DELTA)
+        )
+        # That it was not in all of them is declared.
+        assert ("participations_declared" in value.facts.caveats) == (most is not None)
+    # What an abandoned cohort sent counts, too; of a Poisson cohort, nobody knows.
+    drawn = with_cohort(state, sampling.make_sampler("shuffled", 1000, 500).draw())
+    with pytest.raises(ValueError, match="max_participations must be at least 4"):
+        spent(drawn, mechanism, **way, max_participations=3)
+    poisson = {**way, "sampling": "poisson"}
+    state = state_after(mechanism, 6, 500, **built)
+    drawn = with_cohort(state, sampling.make_sampler("poisson", 1000, 500).draw())
+    spent(drawn, mechanism, **poisson, max_participations=3)
+    # Of more clients than there are, fewer would have to answer twice.
+    with pytest.raises(ValueError, match="those of the cohorts"):
+        spent(state, mechanism, **poisson, num_clients=2000)
+    unsaid = state_after(mechanism, 6, 500, None, **built)
+    with pytest.raises(ValueError, match="num_clients must be at least 500"):
+        spent(unsaid, mechanism, **way, num_clients=499)
+
+
+def test_noise_for_few_rounds_is_not_more_because_more_are_declared():
+    mechanism = mechanisms.LocalDP(
+        clip_norm=1.0, epsilon=4.0, delta=DELTA, max_participations=2
+    )
+    sampler, state = (
+        sampling.make_sampler("shuffled", 1000, 500),
+        state_after(fixed(1), 0),
+    )
+    for _ in range(12):
+        cohort = sampler.draw()
+        state = with_cohort(state, cohort)
+        sampler.abandon(cohort)
+    built = {"clients_per_round": 500, "rounds": 12}
+    deployment = mechanism_lib.PrivacyContext(**built, max_participations=2)
+    mu_squared = 6 * mechanism.mu_squared(deployment)
+    expected = accounting.epsilon_of_mu_squared(mu_squared, DELTA)
+    way = {"sampling": "shuffled", **built, "max_participations": 6}
+    assert spent(state, mechanism, **way) == pytest.approx(expected)
+
+
 def test_each_round_costs_what_it_cost_when_it_was_run():
     # Four rounds nearly without noise, and one with much.
     state = one_after_the_other(state_after(fixed(0.1), 4), state_after(fixed(5.0), 1))

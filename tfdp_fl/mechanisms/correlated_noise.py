@@ -54,7 +54,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         None: as many as possible, ceil(T / b).
     """
 
-    # The last two caveats apply if clients take part whenever they like.
+    # The last caveat applies if clients take part whenever they like.
     own_caveats: ClassVar[Mapping[str, str]] = {
         "correlated_noise_separation": (
             "The noise is correlated across rounds. Epsilon holds only if a client's "
@@ -71,10 +71,6 @@ class CorrelatedNoise(mechanism.Mechanism):
             "That no client took part too soon or too often was checked "
             "for every cohort before its release, by the names that clients "
             "used: whoever came back under another name counts as another."
-        ),
-        "participations_declared": (
-            "That no client took part too soon or too often was declared, "
-            "and nobody checked it: the clients had no names here."
         ),
     }
 

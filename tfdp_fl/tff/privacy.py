@@ -7,6 +7,7 @@ records who could have been in it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any, cast
@@ -260,9 +261,11 @@ def epsilon(
     Raises:
       TypeError: `mechanism` is not a mechanism.
       ValueError: The state has another mechanism, sampling, N or m, or
-        it may include releases other than the mechanism's.
+        it may include releases other than the mechanism's; or so many clients answered
+        that some of them took part in more rounds than `max_participations`.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
+    _validate.positive_integer(num_clients=num_clients)
     if max_participations is not None:
         _validate.positive_integer(max_participations=max_participations)
     declared: Json = {
@@ -270,17 +273,22 @@ def epsilon(
         "num_clients": num_clients,
         "clients_per_round": clients_per_round,
     }
-    participations = None
+    participations, is_declared = None, False
     noise_multipliers: set[float | None] = set()
     if mechanism.trust_model == TrustModel.LOCAL:
         accounted = state_lib.accounted_state(state)
+        sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
         deployment = contribution.PrivacyContext(
-            **declared, rounds=rounds, max_participations=max_participations
+            **{**declared, "clients_per_round": sizes},
+            rounds=rounds,
+            max_participations=max_participations,
         )
         lines = _read_lines(accounted, mechanism, deployment)
         sizes = [line["clients_per_round"] for line in lines]
         mu_squared = _mu_squared_of_cohorts(accounted, lines, mechanism, deployment)
         participations = min(len(mu_squared), max_participations or len(mu_squared))
+        _check_participations(accounted.history, participations, num_clients)
+        is_declared = participations < len(mu_squared)
         value = epsilon_of_mu_squared(math.fsum(mu_squared[:participations]), delta)
         composed: Json = {"epsilon_local": value}
     else:
@@ -330,7 +338,7 @@ def epsilon(
         max_participations=participations,
         implied_epsilon=mechanism.epsilon if per_record else None,
         implied_delta=mechanism.implied_delta,
-        caveats=_caveats(mechanism, sampling, state),
+        caveats=_caveats(mechanism, sampling, state, is_declared),
         **composed,
     )
     return result
@@ -348,12 +356,49 @@ def _mu_squared_of_cohorts(
     process they sent it to is not recorded, so it costs what the dearest one does.
     """
     draws_by_round, later_draws = accounted.history.cohorts()
+    _check_cohorts([*draws_by_round, later_draws], lines, deployment)
     spent = [line["mu_squared"] for line in lines]
-    abandoned = len(later_draws) + sum(max(0, len(d) - 1) for d in draws_by_round)
-    if abandoned:
-        dearest = max(float(mechanism.mu_squared(deployment)), *spent, 0.0)
-        spent += [dearest] * abandoned
+    if abandoned := accounted.history.abandoned():
+        # A process calibrates its noise to the mechanism's limit, or to one of its own.
+        limits = {mechanism.max_participations, deployment.max_participations}
+        possible = (
+            dataclasses.replace(deployment, max_participations=limit)
+            for limit in limits
+        )
+        dearest = max(*map(float, map(mechanism.mu_squared, possible)), *spent, 0.0)
+        spent += [dearest] * len(abandoned)
     return sorted(spent, reverse=True)
+
+
+def _check_participations(
+    history: state_lib.RoundHistory, participations: int, num_clients: int
+) -> None:
+    """Raises ValueError if some client must have taken part more often than declared.
+
+    Of N clients that answered k N times or more in all, one answered k times or more.
+    A cohort that was abandoned sent what it had; one of a random size, whose size
+    nobody recorded, may have been empty.
+    """
+    answered = [float(size) for size in np.asarray(history.answered)]
+    drawn = [draw["participation"] for draw in history.abandoned()]
+    answered += [
+        each["clients_per_round"]
+        for each in drawn
+        if each["sampling"] not in charge_lib.OF_RANDOM_SIZE
+    ]
+    if max(answered, default=0.0) > num_clients:
+        raise ValueError(
+            f"num_clients must be at least {max(answered):g}, the number of clients "
+            f"that answered in one round of the state, got {num_clients}."
+        )
+    least = -(-math.floor(math.fsum(answered)) // num_clients)
+    if participations < least:
+        raise ValueError(
+            f"max_participations must be at least {least}, because the {num_clients} "
+            f"clients answered {math.fsum(answered):g} times in this state, got "
+            f"{participations}: pass max_participations={least} or more to "
+            "tfdp_fl.learning.epsilon, or None if a client may have been in all rounds."
+        )
 
 
 def _read_lines(
@@ -469,7 +514,10 @@ def _check_last_round(
 
 
 def _caveats(
-    mechanism: mechanism_lib.Mechanism, sampling: str, state: state_lib.ServerState
+    mechanism: mechanism_lib.Mechanism,
+    sampling: str,
+    state: state_lib.ServerState,
+    participations_declared: bool,
 ) -> tuple[str, ...]:
     if mechanism.trust_model == TrustModel.NONE:
         return mechanism.all_caveats()
@@ -487,7 +535,7 @@ def _caveats(
         ),
         "tff_cohorts_from_seed": any("round_from_seed" in draw for draw in draws),
         "client_noise_needs_honest_clients": at_clients,
-        "participations_declared": is_separated,
+        "participations_declared": is_separated or participations_declared,
     }
     return (
         *mechanism.all_caveats(),

@@ -73,6 +73,11 @@ class RoundHistory(NamedTuple):
         parts = [draws[i:j] for i, j in itertools.pairwise(ends)]
         return parts, draws[ends[-1] :]
 
+    def abandoned(self) -> list[Json]:
+        """Returns the cohorts whose round was not released."""
+        draws_by_round, later_draws = self.cohorts()
+        return [*(d for draws in draws_by_round for d in draws[:-1]), *later_draws]
+
 
 def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
     """Returns what rounds must have in common for one epsilon, as JSON values.
