@@ -318,7 +318,7 @@ def _process(mechanism, **options):
     return aggregators.from_mechanism(mechanism, 2, **options).create(_TYPE)
 
 
-def _run(process, rounds, restarts=(), sampler="cyclic"):
+def _run(process, rounds, restarts=(), sampler="cyclic", answers=2):
     """Returns the state after rounds of two of four clients; and who was in which."""
     state, seen = process.initialize(), np.zeros([4, rounds])
     for t in range(rounds):
@@ -329,7 +329,7 @@ def _run(process, rounds, restarts=(), sampler="cyclic"):
             state = aggregators.with_cohort(state, cohort)
             draws.release(cohort)
             seen[cohort.positions, t] = 1
-        state = process.next(state, [_ZEROS] * 2).state
+        state = process.next(state, [_ZEROS] * answers).state
     return (state, seen) if restarts else state
 
 
@@ -343,7 +343,7 @@ def _epsilon(state, mechanism, sampling="cyclic", **options):
 def test_every_round_is_written_down_with_its_own_charge(strategy):
     mechanism = _correlated(strategy, max_participations=2)
     process = _process(mechanism)
-    state = _run(process, _ROUNDS)
+    state = _run(process, _ROUNDS, answers=1)
     events = [json.loads(line)["event"] for line in state.history.lines]
     costs = [event.get("noise_multiplier", math.inf) for event in events]
     with np.errstate(divide="ignore"):
@@ -357,6 +357,9 @@ def test_every_round_is_written_down_with_its_own_charge(strategy):
     )
     assert float(spent) == pytest.approx(whole, abs=5e-7)
     assert "correlated_noise_secret" in spent.facts.caveats
+    # If both clients of a group answer each time, they cannot have sat one out.
+    with pytest.raises(ValueError, match="max_participations must be at least 3"):
+        _epsilon(_run(process, _ROUNDS), mechanism, max_participations=2)
     # Rounds that do not say so may all have had the same clients.
     unsaid = _epsilon(_run(process, _ROUNDS, sampler=None), mechanism)
     assert unsaid > 2 * spent

@@ -143,9 +143,9 @@ class MetricResults:
     def trace(self, state: cohort.MetricState) -> None:
         """Traces the function for a state, or its specs, once."""
 
-        def function(*flat: tf.Tensor) -> tf.Tensor:
-            *flat, examples = flat
-            results = self._function(tf.nest.pack_sequence_as(state, flat))
+        def compute(*flat: tf.Tensor) -> tf.Tensor:
+            *values, examples = flat
+            results = self._function(tf.nest.pack_sequence_as(state, values))
             self._names = list(results)
             return tf.stack(
                 [
@@ -157,9 +157,8 @@ class MetricResults:
 
         leaves = [*tf.nest.flatten(state), tf.TensorSpec([], tf.float32)]
         if len(leaves) > 1 and self._traced is None:
-            specs = map(_spec_of, leaves)
-            function = tf.function(function, autograph=False)
-            self._traced = function.get_concrete_function(*specs)
+            function = tf.function(compute, autograph=False)
+            self._traced = function.get_concrete_function(*map(_spec_of, leaves))
 
     def __call__(
         self, state: cohort.MetricState, examples: tf.Tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import dp_accounting
@@ -115,10 +116,16 @@ def privacy_charges(
             zip(lines, accounted.history[1], strict=True)
         )
     ]
-    if sampling == Sampling.CYCLIC and isinstance(mechanism, CorrelatedNoise):
-        events = _apply_group_order(
-            events, draws_by_round, mechanism, max_participations
-        )
+    if isinstance(mechanism, CorrelatedNoise):
+        most = max_participations
+        if sampling == Sampling.CYCLIC:
+            events = _apply_group_order(events, draws_by_round, mechanism, most)
+        else:
+            most = min(mechanism.pattern.most, most or mechanism.pattern.most)
+        for start in range(0, len(lines), mechanism.event_period):
+            segment = accounted.history[1][start : start + mechanism.event_period]
+            if most is not None:
+                _check_participations([*map(float, segment)], most, num_clients)
     charges = []
     for index, (event, draws) in enumerate(zip(events, draws_by_round, strict=True)):
         participation = _full_participation(lines[index], deployment)
@@ -287,7 +294,8 @@ def epsilon(
         sizes = [line["clients_per_round"] for line in lines]
         mu_squared = _mu_squared_of_cohorts(accounted, lines, mechanism, deployment)
         participations = min(len(mu_squared), max_participations or len(mu_squared))
-        _check_participations(accounted.history, participations, num_clients)
+        answered = _answers(accounted.history)
+        _check_participations(answered, participations, num_clients)
         is_declared = participations < len(mu_squared)
         value = epsilon_of_mu_squared(math.fsum(mu_squared[:participations]), delta)
         composed: Json = {"epsilon_local": value}
@@ -370,22 +378,32 @@ def _mu_squared_of_cohorts(
     return sorted(spent, reverse=True)
 
 
-def _check_participations(
-    history: state_lib.RoundHistory, participations: int, num_clients: int
-) -> None:
-    """Raises ValueError if some client must have taken part more often than declared.
+def _answers(history: state_lib.RoundHistory) -> list[float]:
+    """Returns how many clients sent something in each cohort, at least.
 
-    Of N clients that answered k N times or more in all, one answered k times or more.
     A cohort that was abandoned sent what it had; one of a random size, whose size
     nobody recorded, may have been empty.
     """
-    answered = [float(size) for size in np.asarray(history.answered)]
     drawn = [draw["participation"] for draw in history.abandoned()]
-    answered += [
+    return [float(size) for size in np.asarray(history.answered)] + [
         each["clients_per_round"]
         for each in drawn
         if each["sampling"] not in charge_lib.OF_RANDOM_SIZE
     ]
+
+
+def _check_participations(
+    answered: Sequence[float], participations: int, num_clients: int
+) -> None:
+    """Raises ValueError if some client must have taken part more often than declared.
+
+    Of N clients that answered k N times or more in all, one answered k times or more.
+
+    Args:
+      answered: How many answered in each of some rounds.
+      participations: The most rounds of a client, as declared.
+      num_clients: N, as declared.
+    """
     if max(answered, default=0.0) > num_clients:
         raise ValueError(
             f"num_clients must be at least {max(answered):g}, the number of clients "
