@@ -1,6 +1,7 @@
 """One client's data can end no round, and pass nothing on to the next one."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import hostile, toy
 from tests.mechanisms import references
 
 _layers = tf.keras.layers
@@ -159,6 +161,35 @@ def test_a_client_that_raises_has_failed_alone(at_once):
     moved, logs = _moved(nobody, model, at_once=at_once)
     assert len(logs["failures"]) == 3
     assert not any(map(np.any, moved))
+
+
+@pytest.mark.parametrize("way", ["XLA", "streamed on workers"])
+def test_a_client_for_whose_rows_memory_does_not_suffice_has_failed_alone(way):
+    clients = cohorts.client_arrays((5, 60, 5, 10))
+    dataset, train_chunk = cohorts.from_arrays(clients), None
+    model = cohorts.mlp()
+    engine = cohorts.make_engine(model, dataset, jit_compile=way == "XLA")
+    if way != "XLA":
+        dataset = toy.streamed(dataset)
+        workers = hostile.HereWorkers().collector(engine, dataset)
+        train_chunk = workers._train_chunk
+    state, unique = engine.query.initial_global_state(), np.unique
+
+    def with_little_memory(array, **options):
+        if np.size(array) >= 120:
+            raise MemoryError
+        return unique(array, **options)
+
+    def collected(positions):
+        inputs = cohorts.inputs(dataset, state=state, positions=np.array(positions))
+        return engine.collect(dataset, inputs, train_chunk)
+
+    with mock.patch.object(np, "unique", with_little_memory):
+        pending = collected(range(4))
+        assert [failure.position for failure in pending.failures] == [1]
+        wanted = cohorts.update_of(collected([0, 2, 3]))
+    for part, other in zip(cohorts.update_of(pending), wanted, strict=True):
+        np.testing.assert_array_equal(part, other)
 
 
 def test_what_cannot_be_batched_trains_one_by_one():

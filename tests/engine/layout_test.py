@@ -1,5 +1,6 @@
 """Cohorts are read ahead and laid out, and what comes out is the same."""
 
+import dataclasses
 import threading
 from unittest import mock
 
@@ -89,10 +90,92 @@ def test_the_next_chunk_is_read_while_this_one_trains():
     files.assert_quiet()
 
 
-def test_rows_do_not_wrap_around():
-    rows = np.zeros(2**16, np.int32)
-    with pytest.raises(ValueError, match="local_epochs, must be fewer"):
-        layout.client_table(rows[:0], np.array([2**32, 3, 3]), 1, 1)
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize(("rows", "epochs"), [(3_000_000, 2000), (2**20, 2**12)])
+def test_a_client_with_too_many_rows_fails_alone(in_memory, rows, epochs):
+    # Int32 does not number 2^32 rows, nor is there memory for six billions of them.
+    many = toy.arrays(4)
+    large = np.zeros([rows, 8], np.float16), np.zeros(rows, np.int8)
+    dataset = FederatedDataset.from_client_arrays({0: many, 1: large, 2: many})
+    dataset = dataset.conform(
+        (tf.TensorSpec([8], tf.float16), tf.TensorSpec([], tf.int8))
+    )
+    if not in_memory:
+        dataset = toy.streamed(dataset)
+    pending = _pending(dataset, [0, 1, 2])
+    pending.inputs = dataclasses.replace(pending.inputs, local_epochs=epochs)
+    (chunk,) = _read(dataset, pending)
+    (failure,) = pending.failures
+    assert failure.position == 1
+    assert "local_epochs must be lower" in failure.reason
+    assert chunk.table.members.tolist() == [0, 2]
+    assert chunk.table.first_row.tolist() == [0, 4 * epochs]
+    assert len(chunk.table.rows) == 8 * epochs
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(lengths=st.lists(st.integers(0, 40), max_size=9))
+def test_a_chunk_is_of_bounded_size_or_of_one_client(streamed, lengths):
+    arrays = {k: toy.arrays(n, seed=k) for k, n in enumerate([1, *lengths])}
+    dataset = FederatedDataset.from_client_arrays(arrays)
+    if streamed:
+        dataset = toy.streamed(dataset)
+    pending = _pending(dataset, range(len(arrays)))
+    pending.inputs = dataclasses.replace(pending.inputs, local_epochs=2)
+    with mock.patch.object(layout, "CHUNK_BYTES", 400):
+        chunks = list(_read(dataset, pending))
+    members = np.concatenate([chunk.table.members for chunk in chunks])
+    assert members.tolist() == [*arrays]
+    for chunk in chunks:
+        num_bytes = chunk.table.rows.nbytes
+        if streamed:
+            num_bytes += chunk.x.numpy().nbytes + chunk.y.numpy().nbytes
+        with_examples = np.count_nonzero(chunk.table.num_examples)
+        assert num_bytes <= 400 or with_examples <= 1
+        rows = np.asarray(chunk.x)[chunk.table.rows]
+        own = [np.tile(arrays[k][0], (2, 1)) for k in chunk.table.members]
+        np.testing.assert_array_equal(rows, np.concatenate(own))
+
+
+@pytest.mark.parametrize(("streamed", "num_bytes"), [(False, 60), (True, 500)])
+def test_a_client_for_which_memory_does_not_suffice_fails_alone(streamed, num_bytes):
+    arrays = {k: toy.arrays(n, seed=k) for k, n in enumerate([3, 30, 4, 5])}
+    dataset = FederatedDataset.from_client_arrays(arrays)
+    if streamed:
+        dataset = toy.streamed(dataset)
+    make = layout.client_table
+
+    def with_little_memory(rows, lengths, *others):
+        if max(lengths, default=0) == at_fault:
+            raise MemoryError
+        return make(rows, lengths, *others)
+
+    pending, at_fault = _pending(dataset, range(4)), 30
+    little = mock.patch.object(layout, "client_table", with_little_memory)
+    with little, mock.patch.object(layout, "CHUNK_BYTES", num_bytes):
+        read = list(_read(dataset, pending))
+        assert np.concatenate([c.table.members for c in read]).tolist() == [0, 2, 3]
+        (failure,) = pending.failures
+        assert failure.position == 1
+        assert failure.error.__traceback__ is failure.error.__context__ is None
+        # Nobody has failed if there is none for several of bounded size.
+        at_fault, pending = 5, _pending(dataset, range(4))
+        with pytest.raises(tf.errors.ResourceExhaustedError):
+            list(_read(dataset, pending))
+
+
+def test_xla_is_given_a_clients_examples_once():
+    rng = np.random.default_rng(0)
+    x = tf.constant(rng.normal(size=[40, 3]))
+    shuffle = [np.random.Philox(1)]
+    for rows in (rng.permutation(40)[:12], np.arange(4), np.array([7] * 8)):
+        table = layout.client_table(rows, np.array([len(rows)]), 4, 5, shuffle)
+        own = layout.gather(layout.Chunk(x, x[:, 0], table), table)
+        assert len(own.x) <= 8 * len(rows)
+        assert len(own.table.rows) in {4 * 8, 4 * 64}
+        places = own.table.rows[: len(table.rows)]
+        np.testing.assert_array_equal(own.x.numpy()[places], x.numpy()[table.rows])
 
 
 def test_text_that_no_tensor_holds_fails_alone():

@@ -190,6 +190,19 @@ def test_a_client_without_examples_adds_nothing(name):
     assert not np.any(nobody[0]) and not any(nobody[1] or ())
 
 
+@pytest.mark.parametrize("name", [n for n in EXECUTORS if n != "secure sum"])
+def test_a_client_with_too_many_rows_adds_nothing(name):
+    total = _engine(name)
+    too_many = [k for k, size in enumerate(_SIZES) if size > 30]
+    others = [k for k in range(12) if k not in too_many]
+    with mock.patch.object(layout, "MOST_ROWS", 30):
+        found = zip(total(others), total([*others, *too_many]), strict=True)
+        for without, with_them in found:
+            np.testing.assert_array_equal(without, with_them)
+        if name != "kept updates":  # Of nobody, no row is kept.
+            assert not np.any(total(too_many)[0])
+
+
 @pytest.mark.parametrize("median_noise", [None, 0.2])
 def test_a_median_does_not_ask_a_client_without_examples(median_noise):
     mechanism = mechanisms.MedianClipping(

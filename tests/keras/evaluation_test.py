@@ -1,5 +1,6 @@
 """Validation, metrics of clients, private means of them, what `validate` finds."""
 
+import contextlib
 import fractions
 import math
 import os
@@ -214,6 +215,62 @@ def test_a_metric_of_several_numbers_and_other_validation_are_refused():
         with pytest.raises(ValueError, match=message):
             fed.evaluate_clients(toy.clients(), verbose=0, private=given)
     assert fed.spending.evaluations == 0
+
+
+_X, _Y = toy.arrays(20)
+_ROWS = tf.data.Dataset.from_tensor_slices
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (_X, np.full(20, toy.NUM_CLASSES)),
+        (_X, np.eye(toy.NUM_CLASSES)[_Y]),
+        (_X, np.array(["a"] * 20)),
+        (_X, np.zeros([20, 2], int)),
+        (_X, _Y, np.ones([20, 2], np.float32)),
+        _ROWS((_X, _Y)),
+        _ROWS((_X[:, :5], _Y)).batch(5),
+    ],
+    ids=["no class", "one-hot", "text", "two columns", "weights", "rows", "narrow"],
+)
+def test_validation_data_that_does_not_fit_costs_nothing(tmp_path, data):
+    fed = toy.federated()
+    before, ledger = toy.flat(fed.model), tmp_path / "ledger.jsonl"
+    with pytest.raises((ValueError, tf.errors.OpError)):
+        toy.fit(fed, 2, [_Ledger(ledger)], validation_data=data)
+    assert fed.run is None
+    assert not ledger.exists()
+    np.testing.assert_array_equal(toy.flat(fed.model), before)
+
+
+@pytest.mark.parametrize("data", [(_X, _Y), _ROWS((_X, _Y)).batch(7)])
+def test_validation_data_that_fits_is_tried_without_a_trace(data):
+    histories, traces = [], {True: 0, False: 0}
+    for tries in (True, False):
+        fed = toy.federated(
+            model=lambda: toy.dense(lambda: tf.keras.layers.Dropout(0.5)),
+            compile_options={"metrics": ["accuracy"]},
+        )
+        options = {"validation_data": data, "validation_freq": 9, "seed": 1}
+        tried = mock.patch.object(evaluation.Validation, "try_one_batch")
+
+        def count(*_, tries=tries):
+            traces[tries] += 1
+
+        traced = toy.around(tf.keras.Model, "test_step", count)
+        with contextlib.nullcontext() if tries else tried, traced:
+            for _ in range(2):
+                histories.append(toy.fit(fed, 2, **options).history)
+        histories.append(toy.flat(fed.model).tolist())
+    assert histories[:3] == histories[3:]
+    assert traces[True] == traces[False]
+    # Nor do metrics change: those of the last evaluation stay.
+    shown = fed.model.get_metrics_result()
+    evaluation.Validation(data=(_X[:9], _Y[:9]), every=1, batch_size=4).try_one_batch(
+        fed.model
+    )
+    assert fed.model.get_metrics_result() == shown
 
 
 def test_validate_names_a_problem():

@@ -110,7 +110,7 @@ class CohortPrograms:
             own = received
             taken: list[tf.Tensor] = []
             if tables:  # Under XLA, each length of a slice would be compiled anew.
-                rows = table.rows[first:end]
+                rows = table.rows[first : first + num_examples]
                 own, taken = lookups.narrow(tables, received, x, rows)
             state = self.trainer.start(own, seed)
 

@@ -1,9 +1,8 @@
 """Reads a cohort, and decides which rows and which program each client trains with.
 
-A cohort is read in chunks of bounded size; while one trains, a background thread
-reads the next. A chunk has a `ClientTable`, which lists the rows that each client
-trains on. It is made without a Python loop over clients, so that the compiled
-programs only have to gather.
+A cohort is read in chunks of bounded size, or of one client; while one trains, a
+background thread reads the next. A chunk has a `ClientTable`, which lists the rows that
+each client trains on, so that the compiled programs only have to gather.
 
 `Layout` chooses a client's program and its shapes from the client's own number of
 examples and from public facts (the model, the batch size, the machine), never from
@@ -15,21 +14,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import cohort, dense_models
+from tfdp_fl.engine import cohort, dense_models, program
 from tfdp_fl.mechanisms import records
 
-# How much of a streamed cohort's data, or of the updates that wait for a joint
-# clip, one call of a compiled function holds.
+# How much of several clients' data and row numbers a chunk holds, and of the updates
+# that wait for a joint clip one call of a compiled function.
 CHUNK_BYTES = 64 * 2**20
+
+# The most rows that a client may train on in a round, counted once an epoch. (Int32
+# numbers them, and 512 MiB hold their numbers.)
+MOST_ROWS = 2**27
 
 # One client after another; dense models without a copy of the model per client
 # (`side_by_side`); many clients as one batched program, for a GPU.
@@ -102,44 +106,48 @@ def client_table(
         every epoch. None: no shuffling.
     """
     lengths = np.asarray(lengths, np.int64)
-    rows = _as_int32(rows)
+    rows = np.asarray(rows, np.int32)
     first = np.cumsum(lengths) - lengths
     if local_epochs > 1 or shuffle_generators is not None:
-        starts, passes = np.repeat([first, lengths], local_epochs, axis=1)
-        places = _ranges(starts, passes)
-        if shuffle_generators is not None:
-            # Each client separately: sorting all at once would make rounding and ties
-            # depend on the other clients.
-            orders = [
-                np.random.Generator(each).random((local_epochs, length)).argsort(axis=1)
-                for each, length in zip(
-                    shuffle_generators, lengths.tolist(), strict=True
-                )
+        own = (
+            rows[start : start + length]
+            for start, length in zip(first.tolist(), lengths.tolist(), strict=True)
+        )
+        if shuffle_generators is None:
+            passes = [each for each in own for _ in range(local_epochs)]
+        else:
+            passes = [
+                part
+                for each, generator in zip(own, shuffle_generators, strict=True)
+                for part in _shuffled(each, local_epochs, generator)
             ]
-            within = np.concatenate([np.zeros(0, int), *map(np.ravel, orders)])
-            places = np.repeat(starts, passes) + within
-        rows = rows[places]
+        rows = np.concatenate([rows[:0], *passes])
     return ClientTable(
         rows=rows,
         batch=np.arange(batch_size, dtype=np.int32),
         epochs=np.int32(local_epochs),
         num_clients=np.int32(len(lengths)),
-        first_row=_as_int32(first * local_epochs),
-        num_examples=_as_int32(lengths),
+        first_row=(first * local_epochs).astype(np.int32),
+        num_examples=lengths.astype(np.int32),
         members=np.arange(len(lengths), dtype=np.int32),
         keys=np.arange(len(lengths), dtype=np.int64),
         windows=np.zeros([len(lengths), 0, 0], np.float32),
     )
 
 
-def _as_int32(values: np.ndarray) -> np.ndarray:
-    """Returns integers as int32; raises ValueError instead of wrapping around."""
-    if values.size and values.max() >= 2**31:
-        raise ValueError(
-            "clients, or local_epochs, must be fewer: a part of a round has 2^31 rows "
-            "or more to train on, counted once an epoch."
-        )
-    return values.astype(np.int32)
+# How many rows of a client are shuffled at a time, for as many whole epochs.
+_SHUFFLED = 2**20
+
+
+def _shuffled(
+    rows: np.ndarray, epochs: int, generator: np.random.Philox
+) -> Iterator[np.ndarray]:
+    """Yields one client's rows for all epochs, each in a random order, in parts."""
+    random = np.random.Generator(generator).random
+    at_once = max(1, _SHUFFLED // max(1, len(rows)))
+    for done in range(0, epochs, at_once):
+        draws = random((min(at_once, epochs - done), len(rows)))
+        yield rows[draws.argsort(axis=1)].ravel()
 
 
 def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -156,7 +164,7 @@ def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     lengths = some.num_examples.astype(np.int64) * table.epochs
     return some._replace(
         rows=table.rows[_ranges(some.first_row, lengths)],
-        first_row=_as_int32(np.cumsum(lengths) - lengths),
+        first_row=(np.cumsum(lengths) - lengths).astype(np.int32),
         num_clients=np.int32(len(places)),
     )
 
@@ -217,7 +225,8 @@ class Chunk(NamedTuple):
     table: ClientTable
 
 
-# A client that was read: its position in the cohort and its flattened tensors.
+# A client that was read: its position in the cohort, and its flattened tensors (none
+# if they are in memory anyway).
 _Client = tuple[int, list[np.ndarray]]
 
 
@@ -254,52 +263,69 @@ class Layout:
     ) -> Iterator[Chunk]:
         """Yields the data of a round's cohort, at least one chunk.
 
-        A client that cannot be read has failed.
+        A client that cannot be read has failed, and so has one with more than
+        `MOST_ROWS` to train on, or one for which alone the memory does not suffice.
 
         Args:
           dataset: The source of the examples, from `CohortEngine.check_labels`.
           pending: The round; failed clients are added to its `failures`.
         """
         if dataset.is_indexed:
-            x, y = stored_examples(dataset)
-            positions = pending.inputs.positions
-            pending.failures += dataset.failures(positions)
-            failed = [failure.position for failure in pending.failures]
-            members = np.flatnonzero(~np.isin(positions, failed))
-            rows, lengths = dataset.client_rows(positions[members])
-            yield Chunk(x, y, _table(pending.inputs, members, lengths, rows))
-            return
-        read = self._read_chunks(dataset, pending)
-        with concurrent.futures.ThreadPoolExecutor(1) as reading:
-            coming = reading.submit(next, read, None)
-            while (chunk := coming.result()) is not None:
+            yield from self._stored_chunks(dataset, pending)
+        else:
+            read = self._read_chunks(dataset, pending)
+            with concurrent.futures.ThreadPoolExecutor(1) as reading:
                 coming = reading.submit(next, read, None)
-                yield chunk
+                while (chunk := coming.result()) is not None:
+                    coming = reading.submit(next, read, None)
+                    yield chunk
         # A client may fail to train after a later one could not be read.
         pending.failures.sort(key=lambda failure: failure.position)
+
+    def _stored_chunks(
+        self, dataset: FederatedDataset, pending: cohort.PendingRound
+    ) -> Iterator[Chunk]:
+        """Yields the clients of a dataset in memory in chunks."""
+        inputs, positions = pending.inputs, pending.inputs.positions
+        x, y = stored_examples(dataset)
+        pending.failures += dataset.failures(positions)
+        failed = {failure.position for failure in pending.failures}
+        sizes = dataset.client_sizes(positions).tolist()
+
+        def clients() -> Iterator[tuple[_Client, int]]:
+            for member, length in enumerate(sizes):
+                position = int(positions[member])
+                if position not in failed and _may_train(pending, position, length):
+                    yield (member, []), length
+
+        def chunk(clients: list[_Client]) -> Chunk:
+            members = np.array([member for member, _ in clients], np.int64)
+            rows, lengths = dataset.client_rows(positions[members])
+            return Chunk(x, y, _table(inputs, members, lengths, rows))
+
+        return _chunks(pending, clients(), chunk)
 
     def _read_chunks(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
-        """Yields the clients in chunks of bounded size; at least one chunk."""
-        held: list[_Client] = []
-        num_bytes, sent = 0, False
-        clients = dataset.read_clients(pending.inputs.positions)
-        for member, client in enumerate(clients):
-            if isinstance(client, ClientFailure):
-                pending.failures.append(client)
-                continue
-            if held and num_bytes >= CHUNK_BYTES:
-                yield self._chunk(pending.inputs, held)
-                held, num_bytes, sent = [], 0, True
-            arrays = tf.nest.flatten((client.x, client.y))
-            held.append((member, arrays))
-            num_bytes += sum(array.nbytes for array in arrays)
-        if held or not sent:
-            yield self._chunk(pending.inputs, held)
+        """Reads the clients and yields them in chunks."""
+        positions = pending.inputs.positions
+
+        def clients() -> Iterator[tuple[_Client, int]]:
+            for member, client in enumerate(dataset.read_clients(positions)):
+                if isinstance(client, ClientFailure):
+                    pending.failures.append(client)
+                    continue
+                arrays = tf.nest.flatten((client.x, client.y))
+                length = len(arrays[-1])
+                if _may_train(pending, client.position, length):
+                    yield (member, arrays), length
+
+        chunk = functools.partial(self._chunk, pending.inputs)
+        return _chunks(pending, clients(), chunk)
 
     def _chunk(self, inputs: cohort.RoundInputs, clients: list[_Client]) -> Chunk:
-        """Returns a chunk of the clients, perhaps of none."""
+        """Returns a chunk of clients that were read, perhaps of none."""
         lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
         total = int(lengths.sum())
         # At least one row: see `stored_examples`.
@@ -314,7 +340,7 @@ class Layout:
             tensors.append(tf.constant(np.concatenate([*leaves, rest]), spec.dtype))
         x, y = tf.nest.pack_sequence_as(self.element_spec, tensors)
         members = np.array([member for member, _ in clients], np.int64)
-        table = _table(inputs, members, lengths, np.arange(total))
+        table = _table(inputs, members, lengths, np.arange(total, dtype=np.int32))
         return Chunk(x, y, table)
 
     def lay_out(
@@ -460,7 +486,7 @@ class Layout:
         return int(min(self.at_once or 1, self._most_collected or math.inf))
 
     def batches(self, clients: ClientTable) -> list[Part]:
-        """Splits clients into parts that train as batched programs.
+        """Splits clients into parts that train as batched programs; at least one part.
 
         All clients of a part end each pass with a batch of the same length. Clients
         are sorted by their steps, as a part takes as long as its longest client.
@@ -473,7 +499,7 @@ class Layout:
         return [
             self.part(Strategy(BATCHED), select(clients, group[start : start + width]))
             for group in np.split(order, borders + 1)
-            for start in range(0, len(group), width)
+            for start in range(0, max(1, len(group)), width)
         ]
 
     def one_by_one(self, clients: ClientTable, fine: bool) -> list[Part]:
@@ -538,6 +564,59 @@ def split(
     return found
 
 
+def _may_train(pending: cohort.PendingRound, position: int, length: int) -> bool:
+    """Returns whether a client has at most `MOST_ROWS`; otherwise it has failed."""
+    if length * pending.inputs.local_epochs <= MOST_ROWS:
+        return True
+    error = nests.ExamplesValueError(
+        f"local_epochs must be lower for this client: {MOST_ROWS} examples, counted "
+        "once an epoch, are the most that one client trains on in a round."
+    )
+    pending.failures.append(ClientFailure(position, error))
+    return False
+
+
+def _chunks(
+    pending: cohort.PendingRound,
+    clients: Iterable[tuple[_Client, int]],
+    make: Callable[[list[_Client]], Chunk],
+) -> Iterator[Chunk]:
+    """Yields chunks of at most `CHUNK_BYTES` or of one client; at least one chunk.
+
+    So whether there is memory for several clients does not depend on any of them.
+
+    Args:
+      pending: The round; one client for which there is too little memory has failed.
+      clients: The clients, each with its number of examples.
+      make: Makes the chunk of some clients, perhaps of none.
+    """
+
+    def made(held: list[_Client]) -> Chunk:
+        try:
+            with program.numpy_memory_errors_as_tensorflows():
+                return make(held)
+        except tf.errors.ResourceExhaustedError as error:
+            if len(held) != 1:
+                raise
+            position = int(pending.inputs.positions[held[0][0]])
+            # Without the traceback, which would keep what the memory is needed for.
+            error = tf.errors.ResourceExhaustedError(None, None, error.message)
+            pending.failures.append(ClientFailure(position, error))
+            return make([])
+
+    held: list[_Client] = []
+    num_bytes = 0
+    for client, length in clients:
+        own = 4 * length * pending.inputs.local_epochs
+        own += sum(array.nbytes for array in client[1])
+        if held and num_bytes + own > CHUNK_BYTES:
+            yield made(held)
+            held, num_bytes = [], 0
+        held.append(client)
+        num_bytes += own
+    yield made(held)
+
+
 def stored_examples(dataset: FederatedDataset) -> tuple[nests.Nest, nests.Nest]:
     """Returns the features and labels of a dataset in memory, with at least one row.
 
@@ -569,18 +648,21 @@ def _table(
     return table._replace(windows=inputs.windows[members].astype(np.float32))
 
 
+@program.numpy_memory_errors_as_tensorflows()
 def gather(chunk: Chunk, table: ClientTable) -> Chunk:
     """Returns a chunk of one client's own rows, padded to a power of eight of batches.
 
     XLA compiles a program for each shape of its arguments. Here a shape depends only on
     the client's own number of steps, with four shapes for up to 512 steps. Padding is
-    gathered, but never trained on.
+    gathered, but never trained on. An example is gathered once, for all epochs.
     """
-    size = len(table.batch)
-    missing = size * _power_of_eight(-(-len(table.rows) // size)) - len(table.rows)
-    rows = np.pad(table.rows, (0, missing))
-    x, y = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), chunk[:2])
-    return Chunk(x, y, table._replace(rows=np.arange(len(rows), dtype=np.int32)))
+    size, epochs = len(table.batch), int(table.epochs)
+    steps = _power_of_eight(-(-len(table.rows) // size))
+    own, rows = np.unique(table.rows, return_inverse=True)
+    own = np.pad(own, (0, size * (steps // epochs) - len(own)))
+    x, y = tf.nest.map_structure(lambda leaf: tf.gather(leaf, own), chunk[:2])
+    rows = np.pad(rows.astype(np.int32), (0, size * steps - len(rows)))
+    return Chunk(x, y, table._replace(rows=rows))
 
 
 def _power_of_eight(number: int) -> int:

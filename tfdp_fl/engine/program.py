@@ -8,9 +8,10 @@ and results.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
 # index outside an embedding's table, say), and one that says that the message, which
 # quotes a client's text, is not UTF-8.
 CLIENT_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
+
+
+@contextlib.contextmanager
+def numpy_memory_errors_as_tensorflows() -> Iterator[None]:
+    """Within the block, too little memory for NumPy raises one of `CLIENT_ERRORS`."""
+    try:
+        yield
+    except MemoryError as error:
+        raise tf.errors.ResourceExhaustedError(None, None, str(error)) from None
 
 
 class Program:

@@ -166,14 +166,19 @@ class ShardedCohorts:
         parts: list[layout.Part],
     ) -> list[layout.Part]:
         """Trains parts, one per worker; returns those whose data raised an error."""
-        results = self._workers.run(
-            traced,
-            _arrays(pending.received),
-            self._examples,
-            [self._shard(chunk, part) for part in parts],
-        )
+        shards: list[Arrays] = []
+        sent: list[layout.Part] = []
         failed: list[layout.Part] = []
-        for part, arrays in zip(parts, results, strict=True):
+        for part in parts:
+            try:
+                shards.append(self._shard(chunk, part))
+                sent.append(part)
+            except program.CLIENT_ERRORS:
+                failed.append(part)
+        results = self._workers.run(
+            traced, _arrays(pending.received), self._examples, shards
+        )
+        for part, arrays in zip(sent, results, strict=True):
             if arrays is None:
                 failed.append(part)
                 continue
@@ -195,6 +200,7 @@ class ShardedCohorts:
         arrays = [result for result in results if result is not None]
         return arrays if len(arrays) == len(results) else []
 
+    @program.numpy_memory_errors_as_tensorflows()
     def _shard(self, chunk: layout.Chunk, part: layout.Part) -> Arrays:
         """Returns what a worker is sent: the tables and perhaps the examples."""
         table = part.table

@@ -332,15 +332,38 @@ class Validation:
         data = cohort_engine.check_labels(self.data, self._argument)
         return dataclasses.replace(self, data=data)
 
+    def try_one_batch(self, model: tf.keras.Model) -> None:
+        """Raises what evaluating raises for data that does not fit, before any round.
+
+        Clients were checked when they were conformed; what else they raise is theirs.
+        """
+        if self.data is None or isinstance(self.data, FederatedDataset):
+            return
+        states = [state for metric in model.metrics for state in metric.variables]
+        values = [tf.identity(state) for state in states]
+        try:
+            self.evaluate(model, steps=1)
+        finally:
+            model.reset_metrics()
+            for state, value in zip(states, values, strict=True):
+                state.assign(value)
+
     @property
     def _argument(self) -> str:
         """The argument of `fit` that the data came from."""
         return "clients" if self.held_out else "validation_data"
 
-    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
-        """Returns the model's metrics on the data, by name with the prefix `val_`."""
+    def evaluate(
+        self, model: tf.keras.Model, steps: int | None = None
+    ) -> dict[str, float]:
+        """Returns the model's metrics on the data, by name with the prefix `val_`.
+
+        Args:
+          model: The model.
+          steps: How many batches to evaluate; None: all.
+        """
         data = self.data
-        options: Json = {"verbose": 0, "return_dict": True}
+        options: Json = {"verbose": 0, "return_dict": True, "steps": steps}
         if isinstance(data, FederatedDataset):
             data = _all_batches(data, self.batch_size)
         if not isinstance(data, tf.data.Dataset):

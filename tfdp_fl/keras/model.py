@@ -431,7 +431,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
           rounds: How many rounds to run (with `resume_from`: the total that the
             interrupted call was asked for).
           batch_size: Examples in one local batch; a client's last batch may be shorter.
-          local_epochs: How often a client goes through its examples in one round.
+          local_epochs: How often a client goes through its examples in one round. A
+            client with more than 2^27 examples, counted once an epoch, fails.
           validation_data: `(x, y)`, `(x, y, sample_weight)`, a
             `tf.data.Dataset` of batches, or the `FederatedDataset` of other
             clients.
@@ -542,6 +543,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
         clients = engine.check_labels(clients)
         validation = validation.check_labels(engine)
+        validation.try_one_batch(self.model)
         with _signals.defer_signals():
             # An interrupt in here could restore the weights without their cost.
             if interrupted is not None:
