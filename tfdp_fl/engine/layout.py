@@ -653,15 +653,15 @@ def gather(chunk: Chunk, table: ClientTable) -> Chunk:
     """Returns a chunk of one client's own rows, padded to a power of eight of batches.
 
     XLA compiles a program for each shape of its arguments. Here a shape depends only on
-    the client's own number of steps, with four shapes for up to 512 steps. Padding is
-    gathered, but never trained on. An example is gathered once, for all epochs.
+    the client's own number of examples, with four shapes for up to 512 batches. Padding
+    is gathered, but never trained on. An example is gathered once, for all epochs.
     """
     size, epochs = len(table.batch), int(table.epochs)
-    steps = _power_of_eight(-(-len(table.rows) // size))
+    padded = size * _power_of_eight(-(-len(table.rows) // (size * epochs)))
     own, rows = np.unique(table.rows, return_inverse=True)
-    own = np.pad(own, (0, size * (steps // epochs) - len(own)))
+    own = np.pad(own, (0, padded - len(own)))
     x, y = tf.nest.map_structure(lambda leaf: tf.gather(leaf, own), chunk[:2])
-    rows = np.pad(rows.astype(np.int32), (0, size * steps - len(rows)))
+    rows = np.pad(rows.astype(np.int32), (0, padded * epochs - len(rows)))
     return Chunk(x, y, table._replace(rows=rows))
 
 
