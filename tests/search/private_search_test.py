@@ -284,6 +284,19 @@ _SCHEDULED = tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=(1.0, 2.0))
 _MEDIAN = tfdp_fl.MedianClipping(noise_multiplier=1.0)
 
 
+class _OwnClip(tfdp_fl.MedianClipping):
+    """If it raises an error, that tells of exact norms."""
+
+    def clip_to_cohort(self, norms, round):
+        return super().clip_to_cohort(norms, round)
+
+    def round_event(self, round_index, deployment):
+        return super().round_event(round_index, deployment)
+
+
+_OWN_CLIP = _OwnClip(noise_multiplier=1.0, median_noise_multiplier=1.0)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -295,6 +308,7 @@ _MEDIAN = tfdp_fl.MedianClipping(noise_multiplier=1.0)
         (lambda: _build(0.1, tfdp_fl.LocalDP(**_FIXED)), "central mechanism"),
         (lambda: _build(0.1, _SCHEDULED), "constant noise_multiplier"),
         (lambda: _build(0.1, _MEDIAN), "exact median"),
+        (lambda: _build(0.1, _OWN_CLIP), "package's own clip_to_cohort"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(make, message):

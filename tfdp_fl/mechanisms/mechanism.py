@@ -604,8 +604,12 @@ class Mechanism(abc.ABC):
 
     @property
     def all_releases_are_noisy(self) -> bool:
-        """Whether everything that the mechanism releases has noise."""
-        return True
+        """Whether everything that the mechanism releases has noise.
+
+        What a class outside this package computes from the exact norms of a cohort need
+        not: an error of it would tell as much.
+        """
+        return not self.overrides("clip_to_cohort")
 
     def overrides(self, *members: str) -> bool:
         """Returns whether a class outside this package defines any of these members."""

@@ -210,8 +210,9 @@ class MedianClipping(mechanism.Mechanism):
     @property
     def all_releases_are_noisy(self) -> bool:
         """Implements `Mechanism.all_releases_are_noisy`: if the median is."""
-        return self.median_noise_multiplier is not None
+        is_noisy = self.median_noise_multiplier is not None
+        return is_noisy and super().all_releases_are_noisy
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        return () if self.all_releases_are_noisy else ("exact_median",)
+        return ("exact_median",) if self.median_noise_multiplier is None else ()

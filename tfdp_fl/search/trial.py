@@ -462,7 +462,10 @@ def _check_mechanism(built: DPFederatedModel, candidate: Json) -> None:
             f"{mechanism.describe()!r}"
         )
     elif not mechanism.all_releases_are_noisy:
-        problem = "a median_noise_multiplier, got an exact median, which is not private"
+        problem = (
+            "a median_noise_multiplier and the package's own clip_to_cohort, got an "
+            "exact median or norms, which are not private"
+        )
     if problem is not None:
         raise ValueError(
             f"build must return a model with {problem}, for {candidate!r}."

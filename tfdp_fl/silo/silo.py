@@ -388,7 +388,8 @@ class Silo:
             raise ValueError(
                 "build must return a model whose mechanism adds noise to all that it "
                 "releases: an exact median would tell the server of single people, so "
-                "give MedianClipping a median_noise_multiplier."
+                "give MedianClipping a median_noise_multiplier, and do not override "
+                "its clip_to_cohort."
             )
         if fed.setup.abandons_on_failure:
             raise ValueError(
