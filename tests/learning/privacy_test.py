@@ -178,6 +178,21 @@ def test_each_round_costs_what_it_cost_when_it_was_run():
     assert value == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["poisson", "fixed_size", "shuffled"])
+def test_a_training_that_ended_early_states_its_plan(name):
+    state = state_after(fixed(1.0), 3, sampler=name)
+    said = spent(state, fixed(1.0), sampling=name, rounds=10)
+    assert said.facts.planned_rounds == 10
+    # The pass that was begun counts as one, and those ahead are others.
+    passes = 2 if name == "shuffled" else 1
+    expected = accounting.epsilon(1.0, name, 1000, 100, 10 * passes, DELTA)
+    assert said.facts.epsilon_of_planned_rounds(DELTA) == pytest.approx(expected)
+    assert "The plan was 10 rounds" in " ".join(said.statement.split())
+    for planned in (3, None):
+        ended = spent(state, fixed(1.0), sampling=name, rounds=planned)
+        assert ended.facts.planned_rounds is None
+
+
 def test_so_do_local_releases():
     weak, strong = (
         mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=z) for z in (1.0, 100.0)

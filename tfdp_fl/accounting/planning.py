@@ -31,7 +31,7 @@ _MIN_NOISE, _MAX_NOISE = 1e-6, 1e9
 _SILENT_SECONDS = 2.0
 
 
-def _plan_charges(
+def plan_charges(
     noise_multiplier: schedules.Schedule,
     sampling: str,
     num_clients: int,
@@ -99,7 +99,7 @@ def epsilon(
       accountant: "rdp" or "pld".
     """
     plan = noise_multiplier, sampling, num_clients, clients_per_round, rounds
-    return PrivacyAccountant(_plan_charges(*plan)).epsilon(delta, accountant)
+    return PrivacyAccountant(plan_charges(*plan)).epsilon(delta, accountant)
 
 
 def delta(
@@ -113,7 +113,7 @@ def delta(
 ) -> float:
     """Returns delta at an epsilon; the arguments are those of `epsilon`."""
     plan = noise_multiplier, sampling, num_clients, clients_per_round, rounds
-    return PrivacyAccountant(_plan_charges(*plan)).delta(epsilon, accountant)
+    return PrivacyAccountant(plan_charges(*plan)).delta(epsilon, accountant)
 
 
 def max_rounds(
@@ -217,7 +217,7 @@ def calibrate_noise_multiplier(
         )
     rounds = _validate.positive_integer(rounds=rounds)
     return calibrate(
-        lambda z: _plan_charges(z, sampling, num_clients, clients_per_round, rounds),
+        lambda z: plan_charges(z, sampling, num_clients, clients_per_round, rounds),
         target_epsilon,
         given[0],
         accountant,

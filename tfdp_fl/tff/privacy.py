@@ -8,6 +8,7 @@ records who could have been in it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, matrix_factorization, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import planning
 from tfdp_fl.accounting.charge import MIN_SEPARATION
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
@@ -300,6 +302,7 @@ def epsilon(
         value = epsilon_of_mu_squared(math.fsum(mu_squared[:participations]), delta)
         composed: Json = {"epsilon_local": value}
     else:
+        accounted = state_lib.accounted_state(state)
         charges = privacy_charges(
             state,
             mechanism,
@@ -310,16 +313,20 @@ def epsilon(
         composition = accounting.PrivacyAccountant(charges)
         value = composition.epsilon(delta, accountant)
         epsilon_if_known = composition.epsilon_if_participation_is_known(delta)
+        num_ahead = 0 if rounds is None else rounds - len(accounted.history.lines)
+        planned = _compose_plan(composition, charges, mechanism, num_ahead, declared)
         composed = {
             f"epsilon_{accountant}": value,
             "epsilon_if_participation_is_known": epsilon_if_known,
             "pld_is_exact": composition.is_one_gaussian,
             "other_samplings": [s for s in composition.samplings if s != sampling],
+            "planned_rounds": planned and rounds,
+            "epsilon_of_planned_rounds": planned
+            and functools.partial(planned.epsilon, accountant=accountant),
         }
-        recorded = state_lib.accounted_state(state).history.lines
         sizes = [
             float(json.loads(line)["clients_per_round"])
-            for line in np.asarray(recorded)
+            for line in np.asarray(accounted.history.lines)
         ]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
     parameters = mechanism.parameters()
@@ -376,6 +383,28 @@ def _mu_squared_of_cohorts(
         dearest = max(*map(float, map(mechanism.mu_squared, possible)), *spent, 0.0)
         spent += [dearest] * len(abandoned)
     return sorted(spent, reverse=True)
+
+
+def _compose_plan(
+    composition: accounting.PrivacyAccountant,
+    charges: list[accounting.RoundCharge],
+    mechanism: mechanism_lib.Mechanism,
+    num_ahead: int,
+    declared: Json,
+) -> accounting.PrivacyAccountant | None:
+    """Returns the cost with `num_ahead` more rounds; None if there are none.
+
+    It is also None if they might not cost what the last one did.
+    """
+    if not charges or num_ahead <= 0:
+        return None
+    noise_multiplier = charges[-1].noise_multiplier
+    sizes = declared["clients_per_round"]
+    is_constant = all(map(schedules.is_constant, (mechanism.noise_multiplier, sizes)))
+    if noise_multiplier is None or not is_constant or mechanism.min_separation:
+        return None
+    plan = declared["sampling"], declared["num_clients"], sizes, num_ahead
+    return composition.with_charges(*planning.plan_charges(noise_multiplier, *plan))
 
 
 def _answers(history: state_lib.RoundHistory) -> list[float]:
