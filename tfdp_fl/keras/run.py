@@ -325,6 +325,7 @@ class Run:
         self.sampler.abandon(cohort)
         if cohort.participation.sampling == Sampling.RANDOM_ALLOCATION:
             self.rounds += 1  # This round would have the same clients again.
+        self.sampler.next_round = self.rounds
 
     def draw(self) -> sampling.Cohort:
         """Returns the next cohort; of a fixed size, an interrupted one again."""
