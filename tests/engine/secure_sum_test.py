@@ -65,9 +65,19 @@ def test_an_error_of_the_sum_that_is_not_small_beside_the_clip_is_refused():
     # It would tell how many clients the sum has.
     _sent(_fixed(1.0), _SHARING(mode="float"))
     coarse = _SHARING(mode="float", max_share_value=1e12)
-    with pytest.raises(ValueError, match=r"off by 7.*its bound of 1,"):
+    with pytest.raises(ValueError, match=r"off by 4.*its bound of 1,"):
         _sent(_fixed(1.0), coarse)
     _sent(tfdp_fl.NoPrivacy(), coarse)
+
+
+@pytest.mark.parametrize("members", [3, 10, 40])
+def test_a_sum_in_floating_point_is_off_by_no_more_than_is_said(members):
+    protocol = _SHARING(mode="float", max_participants=members)
+    most = protocol.max_share_value
+    for values in (most, -most, most * np.linspace(-1, 1, members)[:, None]):
+        values = np.broadcast_to(values, [members, 1000])
+        total = grouped_sum.sum_in_groups(values, protocol, members).total
+        assert np.abs(total - values.sum(0)).max() <= protocol.largest_error
 
 
 class _WithSum(tfdp_fl.FixedClipping):

@@ -741,11 +741,11 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
         "by the sum of their epsilons",
     ):
         assert said in text, said
-    assert "ask for an evaluation" not in text
+    assert "asked for an evaluation" not in text
     for _ in range(2):
         one.evaluate(one.get_weights(), private=_MEANS)
     assert (
-        "If they also decided by that when to ask for an evaluation (so far: 2), delta "
+        "If that also decided when they asked for an evaluation (2 so far), delta "
         "counts once more for each: epsilon = 4 at delta = 0.003."
     ) in " ".join(one.privacy_statement().split())
     page = tmp_path / "report.html"

@@ -211,10 +211,10 @@ def check_resolution(
             is_known = np.isfinite(float(bound))
             if error > (_LARGEST_ERROR * float(bound) if is_known else 0):
                 raise ValueError(
-                    "secure_aggregation must have a smaller max_share_value, or "
-                    f"mode='ring', because the sum of each {name} may be off by "
-                    f"{error:.3g}, which is not small beside its bound of "
-                    f"{float(bound):.3g}, got {protocol!r}."
+                    "secure_aggregation must have mode='ring', or a smaller "
+                    "max_share_value or max_participants, because the sum of each "
+                    f"{name} may be off by {error:.3g}, which is not small beside its "
+                    f"bound of {float(bound):.3g}, got {protocol!r}."
                 )
     if protocol.mode != "ring":
         return

@@ -523,6 +523,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             preparation.require_names(self, clients)
         validation = validation.conform(self.model, training)
         if self.run is not None:
+            # A second Ctrl-C may have kept the last `fit` from it.
             self.run.end_interrupted_round()
         plan = FitPlan(
             first_round=self.rounds,

@@ -54,10 +54,10 @@ class AdditiveSecretSharing:
 
     With `mode="float"`, the shares are float64 numbers uniform in
     [-max_share_value, max_share_value), as in DISCO. The exception is the remainder,
-    which the member keeps to itself. The value is reconstructed with an error of at
-    most about 1e-14 * participants^1.5 * max_share_value. It is hidden only
-    statistically, and less well the larger it is relative to `max_share_value`. Prefer
-    the ring.
+    which the member keeps to itself. The value is reconstructed with an error of about
+    1e-14 * participants^1.5 * max_share_value (`largest_error` bounds it). It is hidden
+    only statistically, and less well the larger it is relative to `max_share_value`.
+    Prefer the ring.
 
     Attributes:
       min_participants: The smallest group that may aggregate, at least 3: in a group of
@@ -114,10 +114,16 @@ class AdditiveSecretSharing:
 
     @property
     def largest_error(self) -> float:
-        """The most by which a number of the sum is off, once its values are encoded."""
+        """The most by which a number of a group's sum is off, once values are encoded.
+
+        With `mode="float"`, n members each make, add and send n shares. No remainder is
+        above n M, with M = `max_share_value`, no partial sum above 2 n M, and no sum of
+        those above 2 n^2 M. Each addition is off by at most 2^-53 of its result: in
+        all, by n^3 M for the remainders, and by 2 n^3 M for either kind of sum.
+        """
         if self.mode == "ring":
             return 0.0
-        return 1e-14 * self.max_participants**1.5 * self.max_share_value
+        return 5 * self.max_participants**3 * self.max_share_value * 2.0**-53
 
     @property
     def share_dtype(self) -> np.dtype:

@@ -291,8 +291,8 @@ class Silo:
             return ""
         delta = (1 + num_evaluations) * self.target.delta
         return (
-            "If they also decided by that when to ask for an evaluation (so far: "
-            f"{num_evaluations}), delta counts once more for each: "
+            "If that also decided when they asked for an evaluation "
+            f"({num_evaluations} so far), delta counts once more for each: "
             f"{_guarantee(self.target.epsilon, delta)}. "
         )
 
