@@ -362,9 +362,12 @@ def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
     for ledger in (shared.path, path / "ledger.jsonl"):
         contents = accounting.PrivacyLedger.read(ledger)
         assert len(contents.entries) == 1 + 2 + 2
-        assert contents.epsilon(_DELTA) == pytest.approx(last.epsilon(_DELTA))
+        # `first`, which wrote the last lines, knows who took part in three of the five
+        # rounds; `last` knows that of one only.
+        assert contents.epsilon(_DELTA) == pytest.approx(first.epsilon(_DELTA))
+        assert contents.epsilon(_DELTA) <= last.epsilon(_DELTA) * (1 + 1e-9)
     each = last.run.mu_squared
-    assert last.spending.max_mu_squared >= 4 * each
+    assert last.spending.max_mu_squared == pytest.approx(5 * each)
     # In how many of them the most exposed client took part is not known.
     assert last.privacy_statement(_DELTA, "dict")["max_participations"] is None
     assert "it took part" not in toy.said(last, _DELTA)
