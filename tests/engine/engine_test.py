@@ -210,8 +210,16 @@ def test_clients_at_once_share_the_cores(at_once, m, threads):
     with mock.patch.object(devices, "default_parallel_clients", lambda _: 8):
         clients, at_once = cohorts.dataset([3] * m), {"max_parallel_clients": at_once}
         engine = cohorts.make_engine(cohorts.mlp(), clients, **at_once)
-        assert engine.programs.threads == threads
-        assert devices.threads_per_call("/device:GPU:0", 1) is None
+        threads_of = engine.programs.threads
+        assert threads_of(layout.Strategy(layout.ONE_BY_ONE), 5) == threads
+        # A program that is called once at a time uses all of them.
+        side_by_side = layout.Strategy(layout.SIDE_BY_SIDE, num_steps=2)
+        assert threads_of(side_by_side, 5) is None
+        with mock.patch.object(dense_models, "_SMALL", 0):
+            assert threads_of(side_by_side, 5) == threads
+            with mock.patch.object(dense_models, "_LARGE", 0):
+                assert threads_of(side_by_side, 5) is None
+        assert devices.threads_per_call("/device:GPU:0", 2) is None
 
 
 def test_compiled_by_xla_or_not():

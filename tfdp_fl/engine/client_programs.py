@@ -32,7 +32,7 @@ class CohortPrograms:
       query: The mechanism's query.
       keeps_updates: Whether to keep each client's unclipped update instead of a sum.
       moments: Whether to compute Geyer's `Moments` too.
-      threads: See `program.Program`.
+      threads: Returns `program.Program.threads` for a strategy and a batch size.
       traced: The programs traced so far, each once for any cohort and batch size.
     """
 
@@ -40,7 +40,7 @@ class CohortPrograms:
     query: cohort_query.CohortQuery
     keeps_updates: bool
     moments: bool
-    threads: int | None
+    threads: Callable[[layout.Strategy, int], int | None]
     traced: dict[layout.Strategy, program_lib.Program] = dataclasses.field(
         default_factory=dict
     )
@@ -78,7 +78,7 @@ class CohortPrograms:
             layout.Chunk(x, y, table),
             model=self.trainer.model,
             xla=part.strategy.xla,
-            threads=self.threads,
+            threads=self.threads(part.strategy, len(part.table.batch)),
         )
         return made
 

@@ -59,9 +59,11 @@ def threads_per_call(device: str, calls: int) -> int | None:
 
     Args:
       device: The device.
-      calls: How many calls of programs there are at once.
+      calls: How many calls of programs there are at once. A single one gets all.
     """
-    return max(1, default_parallel_clients(device) // calls) if is_cpu(device) else None
+    if calls == 1 or not is_cpu(device):
+        return None
+    return max(1, default_parallel_clients(device) // calls)
 
 
 def clients_per_call(

@@ -174,13 +174,14 @@ class CohortEngine:
         self._label_ranges = trainer.label_ranges
         self._fallback = ""
         self.used_strategies: set[layout.Strategy] = set()
-        calls = min(self.max_parallel_clients, math.ceil(deployment.cohort_size(0)))
+        # A public number, as the number of threads can decide a result's last bits.
+        self._usual_cohort = math.ceil(deployment.cohort_size(0))
         self.programs = client_programs.CohortPrograms(
             trainer,
             self.query,
             keeps_updates,
             between_client_variance,
-            devices.threads_per_call(self.device, max(1, calls)),
+            self._threads,
         )
         self._later_clip = None
         if keeps_updates:
@@ -194,6 +195,13 @@ class CohortEngine:
             with tf.device(self.device):
                 self._trace_one_by_one()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.max_parallel_clients)
+
+    def _threads(self, strategy: layout.Strategy, batch: int) -> int | None:
+        """Returns `program.Program.threads` for a strategy and a batch size."""
+        calls = self.layout.calls_at_once(
+            strategy, batch, self._usual_cohort, self.max_parallel_clients
+        )
+        return devices.threads_per_call(self.device, calls)
 
     def _may_add_in_steps(self, training: trainer_lib.Training) -> bool:
         """Returns whether records may be added up in int32 (`records.to_steps`)."""

@@ -435,12 +435,8 @@ class Layout:
         """Splits clients with equal programs into parts that train side by side."""
         strategy = Strategy(SIDE_BY_SIDE, num_steps, fine)
         batch, count = len(clients.batch), int(clients.num_clients)
-        wanted = num_groups
-        kernels = self.kernels or ()
-        examples = count * num_steps * batch
-        if dense_models.is_large(kernels) or dense_models.is_small(kernels, examples):
-            wanted = 1
-        possible = dense_models.widths(kernels, num_steps, batch)
+        wanted = self.calls_at_once(strategy, batch, count, num_groups)
+        possible = dense_models.widths(self.kernels or (), num_steps, batch)
         tables = max(1, min(wanted, count // possible[0]), -(-count // possible[-1]))
         while True:
             places = np.array_split(np.arange(count), tables)
@@ -448,6 +444,25 @@ class Layout:
                 break
             tables += 1  # That width does not fit this machine; smaller ones do.
         return [self.part(strategy, select(clients, own)) for own in places]
+
+    def calls_at_once(
+        self, strategy: Strategy, batch: int, count: int, most: int
+    ) -> int:
+        """Returns how many calls of a program train clients at the same time.
+
+        Args:
+          strategy: The program's.
+          batch: B, the examples in a step.
+          count: How many clients it trains.
+          most: How many calls there may be.
+        """
+        kernels = self.kernels or ()
+        examples = count * strategy.num_steps * batch
+        if strategy.kind == SIDE_BY_SIDE and (
+            dense_models.is_large(kernels) or dense_models.is_small(kernels, examples)
+        ):
+            return 1
+        return max(1, min(count, most))
 
     def _widths(self, strategy: Strategy, batch: int, count: int) -> Iterator[int]:
         """Yields the widths that fit and hold `count` clients, in ascending order."""
