@@ -9,24 +9,25 @@
     update      the model and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`; where clients train side by side, records are bounded
-in engine/side_by_side.py. A Flower server calls its two halves, and `release`; it clips
-replies in flower/sums.py. TFF compiles `make_record` and `release`, and prices what its
-state records. Nothing bypasses these:
+Keras's `fit` calls `run_round`. A Flower server calls its two halves and `release`, and
+clips replies in flower/sums.py. TFF compiles `make_record` and `release`, and computes
+the cost from what its state records. Nothing else calls `release`. The rules:
 
 1. Own data only. `make_record` gets one client's update, computed from its own examples
    in a program chosen by their number (engine/layout.py), and what the server sent.
-2. One door. Records are within the mechanism's bounds, of the sum's own shapes
-   (mechanisms/records.py). (TF-Privacy's queries and local mechanisms have their own.)
+2. One door. `query.clip` clips an update, and makes it zero if it still exceeds the
+   mechanism's bounds (`bound` in mechanisms/records.py; for clients trained side by
+   side, engine/side_by_side.py); `add` in records.py checks shapes. (TF-Privacy's
+   queries and local mechanisms bound their own records.)
 3. Exact sums. `CohortQuery.to_grid` (side by side: `_sum_of`) rounds a record to a grid
-   on which float64 or int32 adds without any error (mechanisms/records.py). Records
-   with noise are not rounded, nor are weights: under a central guarantee, the divisor
-   is the expected weight.
+   on which float64 or int32 adds without any error. Records with noise are not rounded,
+   nor are weights: under a central guarantee, the divisor is the expected weight.
 4. The charge covers what could have happened. It follows from the cohort drawn, which
    must be released or abandoned before the next draw (sampling.py; in TFF, declared).
-5. Charge, noise, release. A release is told what was paid by `Charge.use`, which uses
-   up the receipt, and under a central guarantee, `release` refuses to add less noise.
-   (A TF-Privacy query adds its own, and is asked for its cost before the charge.)
+5. Charge, noise, release. Only `PrivacyAccount.charge` (accounting/account.py) spends.
+   A release uses up its receipt (`Charge.use`). `query.add_noise` (in mechanisms/
+   cohort_query.py) adds the noise; under a central guarantee, `release` refuses to add
+   less than was paid for. (A TF-Privacy query adds its own, and states its cost first.)
 """
 
 from __future__ import annotations

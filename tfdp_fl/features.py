@@ -17,11 +17,11 @@ class OrientedGradients(tf.keras.layers.Layer):
     """Histograms of oriented gradients of grey images.
 
     Dalal and Triggs (2005), "Histograms of Oriented Gradients for Human
-    Detection". Of each pixel the gradient is taken, by centred differences
-    (zeros beyond the edge); its length is shared between the two directions
-    that are nearest to its own, of `directions` around the circle; and what the
-    pixels of a cell have is added up. A cell's histogram is divided by the
-    root of the mean square over the blocks of 2 x 2 cells that it is in.
+    Detection". Each pixel's gradient is computed by centred differences (zeros
+    beyond the edge). Its length is split between the two nearest of
+    `directions` directions around the circle, and the pixels of each cell are
+    added up. A cell's histogram is divided by the root of the mean square over
+    the blocks of 2 x 2 cells that it is in.
 
     There is nothing to learn and no state, so a layer in front of a model
     changes no guarantee, and what private training has to learn is less

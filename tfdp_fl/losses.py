@@ -16,21 +16,20 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
 
     A client with two of ten classes learns, before anything else, that the
     other eight never occur. Its update is large, says nothing about images,
-    and is cancelled by other clients' updates in the sum; but it uses up the
-    clipping norm, while the noise stays. Here the shares pi of the classes in
-    the client's batch enter the softmax as a known prior, so that the logits
-    z need not express them:
+    and other clients' updates cancel it in the sum; yet it uses up the clip,
+    and the noise stays. Here, the class frequencies pi of the client's batch
+    enter the softmax as a known prior, so the logits z need not learn them:
 
         loss(y, z) = -log(pi_y exp(z_y) / sum_c pi_c exp(z_c)),
         pi_c = (n_c / n + smoothing) / (1 + C smoothing),
 
-    with n_c of the batch's n labels equal to c. With all classes equally
-    often in a batch it is the usual cross entropy, and so it nearly is where
-    a large test set is evaluated. The trained model is used as it is. All of
-    it happens at the client, before clipping: it changes no guarantee.
+    with n_c of the batch's n labels equal to c. If all classes are equally
+    frequent in a batch, this is the usual cross entropy; on a large, balanced
+    test set, nearly so. The trained model needs no correction. The loss is
+    computed at the client, before clipping, so it changes no guarantee.
 
-    Batches must show what the client holds: let `fit` shuffle, or give it
-    batches as large as the client's data.
+    A batch must reflect the client's labels: use `fit(shuffle=True)`, or a
+    batch size as large as the client's data.
 
     Source: balanced softmax, Ren et al., Balanced Meta-Softmax for Long-Tailed
     Visual Recognition (2020); with each client's own label counts, Zhang et
@@ -47,7 +46,7 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
         """Makes the loss.
 
         Args:
-          smoothing: What every class is given besides its share, positive. A
+          smoothing: Added to each class's share; positive. A
             class that the batch lacks keeps the share
             `smoothing / (1 + C smoothing)`: the smaller, the less a client's
             update says about classes it has never seen. Large values are the

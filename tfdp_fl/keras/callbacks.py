@@ -51,7 +51,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         """Called by Keras, before a training.
 
         Raises:
-          ValueError: `fit` does not know of this callback, and would not ask it.
+          ValueError: It is inside another callback, so `fit` would not ask it.
         """
         if getattr(self.federated_model, "model", None) is not model:
             raise ValueError(
@@ -80,9 +80,9 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     def on_round_charged(
         self, round_index: int, charge: RoundCharge, details: Json
     ) -> None:
-        """Called before a cohort's result can be seen by anyone.
+        """Called before anyone can see a cohort's result.
 
-        If the round is charged even when it is abandoned, this is before it trains.
+        If abandoned rounds are charged too, it is called before the clients train.
 
         Raising here abandons the round; nothing is released.
 
@@ -199,8 +199,8 @@ class PrivacyBudget(FederatedCallback):
       delta: The delta at which epsilon is computed.
       accountant: "rdp", "pld", or None for the model's own.
       stopped_before_round: The round (from 0) that was not run, or None.
-      last_allowed_round: The number of rounds after which it surely ends this `fit`, or
-        those asked for.
+      last_allowed_round: The number of rounds after which this `fit` ends at the
+        latest, by this budget or as requested.
     """
 
     _name = "PrivacyBudget"

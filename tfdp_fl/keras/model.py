@@ -117,9 +117,11 @@ class DPFederatedModel(federated_training.FederatedTraining):
             tighter, and takes about 0.1 s per round if `History` reports epsilon; RDP
             takes next to no time.
           on_client_failure: What happens to a round in which a client's data cannot
-            be read. "exclude" continues without the client; "abort" abandons the
-            round (nothing released, nothing charged). The default is "abort" if
-            clients add the noise, as it would then fall short, and otherwise
+            be read. "exclude" continues without the client. "abort" abandons the
+            round: nothing is released, but it is charged all the same with local
+            mechanisms, and with fixed-size cohorts of m < N clients (where every
+            round then costs more). The default is "abort" with
+            `noise_site="client"`, whose noise would fall short, and otherwise
             "exclude".
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the

@@ -240,9 +240,9 @@ class BandedToeplitz:
     times, with as many bands as there are rounds between.
 
     Attributes:
-      bands: How many diagonals; None for the min separation b of the run.
-      coefficients: Theirs, from 1, never rising, at least 0; None for the
-        best ones.
+      bands: The number of diagonals; None: the run's `min_separation`.
+      coefficients: One for each diagonal: the first is 1, none is larger than
+        the one before, and none is negative. None: optimised.
     """
 
     bands: int | None = None

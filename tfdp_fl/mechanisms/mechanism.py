@@ -226,8 +226,8 @@ class Mechanism(abc.ABC):
     def local_weight(self, num_examples: tf.Tensor | None) -> Scalar:
         """Returns a client's weight in the mean of a local mechanism: 1.
 
-        It has no noise. So it replaces the weight in the contribution, and depends on
-        nothing but the client's number of examples.
+        The weight gets no noise. So it may depend only on the client's number of
+        examples, and it replaces the weight in the contribution.
         """
         return 1.0
 
@@ -606,8 +606,8 @@ class Mechanism(abc.ABC):
     def all_releases_are_noisy(self) -> bool:
         """Whether everything that the mechanism releases has noise.
 
-        What a class outside this package computes from the exact norms of a cohort need
-        not: an error of it would tell as much.
+        A user's own `clip_to_cohort` sees exact norms, so what it returns need not be
+        noisy, and an error that it raises could reveal as much.
         """
         return not self.overrides("clip_to_cohort")
 

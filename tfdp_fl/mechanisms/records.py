@@ -4,7 +4,7 @@ Wherever an update was trained and however it was clipped, under a central guara
 record passes `bound` (or `bound_factor`, if only its norm is known) and `to_grid`; one
 that is added alone passes `add`. (Side by side, `_sum_of` in engine/side_by_side.py
 rounds; Flower's server does the same in NumPy, in flower/sums.py.) Together they ensure
-two of the five principles in docs/architecture.md:
+two of the five rules in docs/architecture.md:
 
 One door. `as_tensors` makes dense tensors of a record, so that what is measured is what
 is added, and requires the update's shapes. `bound` replaces it by zeros if it is longer
