@@ -9,6 +9,7 @@ import signal
 import time
 from unittest import mock
 
+import dp_accounting
 import numpy as np
 import pytest
 
@@ -197,6 +198,22 @@ def test_branches_of_a_segment_cost_what_their_chains_do():
         # What is written down is not missing any more.
         written = {**places, **dict.fromkeys(again)}
         assert not ledger_lib.repeated_by_branches(written)
+
+
+def test_a_budget_counts_what_branches_repeat(path):
+    budget = accounting.PrivacyBudget(6.0, 1e-5, "pld")
+    first = charge("cyclic", 100, 10, 1.0)
+    rest = charge("cyclic", 100, 10, event=dp_accounting.NoOpDpEvent())
+    with PrivacyLedger(path) as ledger:
+        for session, position in [("a", 0), ("a", 1), ("b", 1), ("c", 1), ("d", 1)]:
+            place = {ledger_lib.PLACE: ["segment", session, position]}
+            cost = rest if position else first
+            try:
+                ledger.record(position, cost, 10, budget=budget, **place)
+            except accounting.BudgetExceededError:
+                break
+            assert ledger.contents().epsilon(1e-5, "pld") <= 6.0
+    assert session == "b"  # Which costs the first round again.
 
 
 def test_local_spending(path):

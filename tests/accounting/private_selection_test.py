@@ -12,6 +12,7 @@ from scipy import signal, stats
 from tests.accounting import charges
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import curves, gaussian, private_selection
+from tfdp_fl.accounting.loss_distribution import LossDistribution
 
 _G = dp_accounting.GaussianDpEvent
 _SHAPES = (math.inf, 0.0, 0.5, 1.0, 3.0)
@@ -149,8 +150,11 @@ def test_the_dearest_kind_of_trial_counts_wherever_it_stands(accountant, shape):
 
 @_SHAPE
 def test_what_one_trial_may_give_away_the_best_of_many_may(shape):
-    trial = privacy_loss_distribution.from_privacy_parameters(
-        common.DifferentialPrivacyParameters(0.0, 1e-4)
+    trial = LossDistribution.of(
+        privacy_loss_distribution.from_privacy_parameters(
+            common.DifferentialPrivacyParameters(0.0, 1e-4)
+        ),
+        1e-4,
     )
     event = private_selection.BestOfTrialsDpEvent((), 24.0, shape)
     true = 1 - float(_generating(24.0, shape)(1 - 1e-4))

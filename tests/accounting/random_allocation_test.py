@@ -46,13 +46,13 @@ def test_epsilon_is_that_of_a_simulation_in_both_directions(t, passes, z, delta)
     # Of 40 points; the figure is above the truth, and near it.
     rng = np.random.default_rng([t, passes, round(10 * z), round(1 / delta)])
     simulated = _losses(t, passes, z, 60_000, rng)
-    loss = curves.event_pld(_pass(t, z), _RELATION, 1e-3).self_compose(passes)
-    epsilon = loss.get_epsilon_for_delta(delta)
+    composed = dp_accounting.SelfComposedDpEvent(_pass(t, z), passes)
+    loss = curves.loss_distribution(composed, _RELATION, 1e-3)
+    epsilon = loss.epsilon(delta)
     by_direction = []
-    for losses, pmf in zip(simulated, (loss._pmf_remove, loss._pmf_add), strict=True):
+    for losses, bound in zip(simulated, 2 * loss.deltas(epsilon), strict=False):
         counted = np.maximum(-np.expm1(epsilon - losses), 0)
         error = stats.norm.isf(_FALSE_ALARM) * counted.std() / math.sqrt(len(counted))
-        bound = pmf.get_delta_for_epsilon(epsilon)
         by_direction.append(bound)
         assert counted.mean() - error <= bound
         # What is seldom seen may not be seen at all.

@@ -120,10 +120,8 @@ def test_the_tighter_accountant_is_the_default():
     assert strategy.privacy_report()["accountant"] == "pld"
     by_rdp = fm.private(mechanism, 2, 8, **budget, accountant="rdp")
     assert _run(by_rdp, 5) < 2
-    # From half of the clients on, RDP is tighter; PLD cuts off tails of 1e-15.
+    # From half of the clients on, RDP is tighter.
     assert _private().privacy_report(_DELTA)["accountant"] == "rdp"
-    small = {"target_epsilon": 8.0, "target_delta": 1e-13}
-    assert fm.private(mechanism, 2, 8, **small).privacy_report()["accountant"] == "rdp"
 
 
 def test_it_stops_before_the_round_that_would_overspend(caplog):
@@ -441,7 +439,7 @@ def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
     for entry in _entries(path):
         # A line that comes first does not say what becomes of the round.
         assert ("charged_first" in entry.details) == (rule == "abort")
-        assert ("num_replies" in entry.details) == (rule == "exclude")
+        assert "num_replies" not in entry.details
     charged = [first.charge, second.charge, *(each.charge for each in begun)]
     assert [each.charge for each in _entries(path)] == charged
     words = " ".join(strategy.privacy_report(_DELTA)["caveats"])

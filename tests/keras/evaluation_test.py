@@ -18,7 +18,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import CohortEngine
+from tfdp_fl.engine import CohortEngine, layout
 from tfdp_fl.keras import checkpoint, evaluation
 from tfdp_fl.keras.private_metrics import PrivateMetrics
 
@@ -603,6 +603,32 @@ def test_a_release_of_clients_that_nobody_can_read_is_charged_as_any():
         spent = fed.epsilon(_DELTA)
     for each in found:
         assert each.keys() == found[0].keys() >= _BOUNDS.keys()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("limit", ["memory", "rows"])
+def test_a_client_that_is_too_large_fails_alone_at_the_same_cost(streamed, limit):
+    sizes = [5, 5, 30, 5]
+    clients = tfdp_fl.datasets.as_federated([toy.arrays(n, seed=n) for n in sizes])
+    clients = toy.streamed(clients) if streamed else clients
+    fed, make = _trained(), evaluation._Group
+
+    def with_little_memory(positions, lengths, *data):
+        if 30 in lengths:
+            raise MemoryError
+        return make(positions, lengths, *data)
+
+    limits = {
+        "memory": mock.patch.object(evaluation, "_Group", with_little_memory),
+        "rows": mock.patch.object(layout, "MOST_ROWS", 29),
+    }
+    with limits[limit], mock.patch.object(layout, "CHUNK_BYTES", 700):
+        spent = fed.epsilon(_DELTA)
+        assert _evaluated(fed, None, clients).keys() >= _BOUNDS.keys()
+        assert fed.epsilon(_DELTA) > spent
+        with pytest.warns(RuntimeWarning, match="The data of 1 of 4 clients could not"):
+            found = fed.evaluate_clients(clients, verbose=0)
+    assert np.isnan(found["accuracy"]).tolist() == [False, False, True, False]
 
 
 def test_what_is_refused():

@@ -193,6 +193,35 @@ def test_a_training_that_ended_early_states_its_plan(name):
         assert ended.facts.planned_rounds is None
 
 
+@pytest.mark.parametrize("name", ["poisson", "fixed_size", "shuffled", "cyclic"])
+@pytest.mark.parametrize("sampler", ["said", None, "may_abandon"])
+def test_a_plan_costs_no_less_than_its_rounds_will(name, sampler):
+    if sampler == "may_abandon" and name != "fixed_size":
+        pytest.skip("only cohorts of a fixed size tell by being abandoned")
+    for done in (1, 5, 9):
+        samplers = {"said": lambda: name, None: lambda: None}
+        make = samplers.get(
+            sampler, lambda: sampling.FixedSizeSampler(1000, 100, may_abandon=True)
+        )
+        options = {"sampling": name, "rounds": 10}
+        state = state_after(fixed(4.0), done, sampler=make())
+        planned = spent(state, fixed(4.0), **options).facts.epsilon_of_planned_rounds
+        whole = spent(
+            state_after(fixed(4.0), 10, sampler=make()), fixed(4.0), **options
+        )
+        assert planned(DELTA) >= whole * (1 - 1e-9)
+        if sampler is None:
+            assert planned(DELTA) == pytest.approx(whole)
+
+
+def test_a_plan_of_clients_that_come_when_they_like():
+    state = state_after(fixed(4.0), 3, sampler=None)
+    options = {"sampling": "min_separation", "rounds": 10}
+    said = spent(state, fixed(4.0), **options).facts.epsilon_of_planned_rounds(DELTA)
+    whole = spent(state_after(fixed(4.0), 10, sampler=None), fixed(4.0), **options)
+    assert said == pytest.approx(whole)
+
+
 def test_so_do_local_releases():
     weak, strong = (
         mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=z) for z in (1.0, 100.0)

@@ -15,23 +15,24 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import dp_accounting
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import curves, gaussian, private_selection
+from tfdp_fl.accounting.loss_distribution import LossDistribution
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 from tfdp_fl.terms import Sampling
 
 # PLD takes a second or two per distinct cost of a round. With more than a few, it uses
 # coarse cells only; with more than the maximum, it is not computed.
 _FEW_KINDS, _MAX_KINDS_FOR_PLD = 3, 16
+# From this share of delta on that PLD's rounding may take, RDP can be tighter.
+_MOST_ERROR = 0.01
 
 # Rounds, each as a charge or as (charge, count).
 Charges: TypeAlias = (
     "Iterable[charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]]"
 )
-_Distribution: TypeAlias = privacy_loss_distribution.PrivacyLossDistribution
 _Events: TypeAlias = "collections.Counter[dp_accounting.DpEvent]"
 _Cohorts: TypeAlias = tuple[tuple[float, float, float], ...]
 
@@ -135,7 +136,7 @@ class PrivacyAccountant:
         self._origin: tuple[PrivacyAccountant, int] | None = None
         self._added_to_copy: list[tuple[charge_lib.RoundCharge, int]] = []
         # The width of the cells, the count of each event, and their composition.
-        self._composed: tuple[float, _Events, _Distribution] | None = None
+        self._composed: tuple[float, _Events, LossDistribution] | None = None
         # By pass, its cost and its cohorts' intervals in its order, with weights.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
         # The accountants with a bound for every round.
@@ -338,10 +339,9 @@ class PrivacyAccountant:
             # RDP can be tighter when the number of trials is concentrated.
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         loss = self._compose_pld(coarse)
-        epsilon, step = float(loss.get_epsilon_for_delta(delta)), 1e-12
-        # Epsilon was rounded. (It is infinite for a delta below the mass at infinity.)
-        while math.isfinite(epsilon) and loss.get_delta_for_epsilon(epsilon) > delta:
-            epsilon, step = epsilon + step, 2 * step
+        epsilon = loss.epsilon(delta)
+        if loss.error > _MOST_ERROR * delta and self.has_bound_by("rdp"):
+            return min(epsilon, self.epsilon(delta))
         return epsilon
 
     @one_at_a_time
@@ -403,7 +403,11 @@ class PrivacyAccountant:
                 lambda orders, rdp: _log_deltas(orders, rdp, epsilon)
             )
             return min(1.0, self._total_variation, math.exp(min(log_delta, 0.0)))
-        return float(self._compose_pld().get_delta_for_epsilon(epsilon))
+        loss = self._compose_pld()
+        delta = loss.delta(epsilon)
+        if loss.error > _MOST_ERROR * delta and self.has_bound_by("rdp"):
+            return min(delta, self.delta(epsilon))
+        return delta
 
     def has_bound_by(self, accountant: str) -> bool:
         """Returns whether an accountant has a bound for all rounds."""
@@ -525,11 +529,11 @@ class PrivacyAccountant:
         )
         interval = curves.pld_interval(bound[0], coarse)
         distributions = [
-            curves.event_pld(e, self.relation, interval) for e in event.events
+            curves.loss_distribution(e, self.relation, interval) for e in event.events
         ]
         return private_selection.epsilon_of_best(event, distributions, delta)
 
-    def _compose_pld(self, coarse: bool = False) -> _Distribution:
+    def _compose_pld(self, coarse: bool = False) -> LossDistribution:
         counts: _Events = collections.Counter()
         for charge, count in self._others.items():
             counts[charge.dp_event("pld")] += count
@@ -554,13 +558,9 @@ class PrivacyAccountant:
             if cached_interval == interval and cached_counts <= counts:
                 parts, remaining = [cached], counts - cached_counts
         for event, count in remaining.items():
-            distribution = curves.event_pld(event, self.relation, interval)
-            parts.append(
-                distribution.self_compose(count) if count > 1 else distribution
-            )
-        total = functools.reduce(
-            lambda distribution, other: distribution.compose(other), parts
-        )
+            one = curves.loss_distribution(event, self.relation, interval)
+            parts.append(one.self_compose(count))
+        total = functools.reduce(LossDistribution.compose, parts)
         self._composed = interval, counts, total
         return total
 

@@ -32,6 +32,8 @@ AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
 _GAUSSIAN_ONLY = ("fixed_size", "random_allocation")
 # The samplings with a random (binomial) cohort size.
 OF_RANDOM_SIZE = ("poisson", "random_allocation")
+# The samplings in which clients take turns.
+IN_PASSES = ("random_allocation", "shuffled", "cyclic")
 ACCOUNTANTS = ("rdp", "pld")
 
 

@@ -19,6 +19,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl.accounting import known_selection, random_allocation
+from tfdp_fl.accounting.loss_distribution import LossDistribution
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
 # Integers up to 8192 for a small epsilon; half-integers up to 32, and orders near 1 for
@@ -279,3 +280,18 @@ def event_pld(
             pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
         )
     return accountant._pld  # There is no public name for it.
+
+
+def loss_distribution(
+    event: dp_accounting.DpEvent,
+    relation: dp_accounting.NeighboringRelation,
+    interval: float,
+) -> LossDistribution:
+    """Returns an event's distribution; events in it are composed with their errors."""
+    if isinstance(event, dp_accounting.SelfComposedDpEvent) and event.count > 0:
+        one = loss_distribution(event.event, relation, interval)
+        return one.self_compose(event.count)
+    if isinstance(event, dp_accounting.ComposedDpEvent) and event.events:
+        parts = [loss_distribution(part, relation, interval) for part in event.events]
+        return functools.reduce(LossDistribution.compose, parts)
+    return LossDistribution.of(event_pld(event, relation, interval), interval)

@@ -121,6 +121,11 @@ class LedgerEntry:
         """Whether it has only a central cost."""
         return self.charge is not None and self.local is None
 
+    @property
+    def adds_its_own(self) -> bool:
+        """Whether it adds its own central cost only, and repeats no earlier round's."""
+        return self.is_central and PLACE not in self.details
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerContents:
@@ -531,7 +536,7 @@ class PrivacyLedger:
                 self._is_central &= entry.is_central
                 self._rounds_of[entry.run] += 1
                 accountant, self._central = self._central, None
-                if accountant and budget and charge is not None and entry.is_central:
+                if accountant and budget and charge is not None and entry.adds_its_own:
                     accountant.add(charge)  # Its relation was checked with the budget.
                     self._central = accountant
 
@@ -556,7 +561,7 @@ class PrivacyLedger:
         if (
             trust_model != TrustModel.LOCAL
             and self._is_central
-            and entry.is_central
+            and entry.adds_its_own
             and entry.charge
         ):
             if self._central is None:

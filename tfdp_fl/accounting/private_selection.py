@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import attr
 import dp_accounting
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
+from tfdp_fl.accounting.loss_distribution import LossDistribution
 
 # The named distributions of the number of trials, by their shape.
 _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
@@ -123,7 +123,7 @@ class TrialCount:
 
 def epsilon_of_best(
     event: BestOfTrialsDpEvent,
-    trials: Sequence[privacy_loss_distribution.PrivacyLossDistribution],
+    trials: Sequence[LossDistribution],
     delta: float,
 ) -> float:
     """Returns a bound on the best trial's epsilon at delta, by privacy profiles.
@@ -155,24 +155,19 @@ def epsilon_of_best(
         largest of theirs.
       delta: Between 0 and 1.
     """
-
-    def delta_of_trial(epsilon: float | np.ndarray) -> np.ndarray:
-        deltas = [trial.get_delta_for_epsilon(epsilon) for trial in trials]
-        return np.max(np.minimum(deltas, 1.0), axis=0)
-
     if math.isinf(event.shape):
-        log_c = event.mean * float(delta_of_trial(0.0))
+        log_c = event.mean * max(trial.delta(0.0) for trial in trials)
     else:
         gamma = _stopping_probability(event.shape, event.mean)
         a = np.linspace(0.0, -math.log(gamma), 300)
-        deltas = delta_of_trial(a)
+        deltas = np.max([trial.delta_at(a) for trial in trials], axis=0)
         ratio = np.maximum(
             1 + (1 / gamma - 1) * deltas,
             1 / (gamma + (1 - gamma) * (1 - deltas) * np.exp(-a)),
         )
         log_c = (1 + event.shape) * math.log(ratio.min())
     delta = delta / event.mean
-    return float(log_c + max(trial.get_epsilon_for_delta(delta) for trial in trials))
+    return float(log_c + max(trial.epsilon(delta) for trial in trials))
 
 
 @functools.lru_cache(maxsize=256)

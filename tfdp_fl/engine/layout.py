@@ -18,7 +18,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -229,6 +229,9 @@ class Chunk(NamedTuple):
 # if they are in memory anyway).
 _Client = tuple[int, list[np.ndarray]]
 
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -292,37 +295,39 @@ class Layout:
         failed = {failure.position for failure in pending.failures}
         sizes = dataset.client_sizes(positions).tolist()
 
-        def clients() -> Iterator[tuple[_Client, int]]:
+        def clients() -> Iterator[tuple[int, int, _Client]]:
             for member, length in enumerate(sizes):
                 position = int(positions[member])
                 if position not in failed and _may_train(pending, position, length):
-                    yield (member, []), length
+                    yield position, 4 * length * inputs.local_epochs, (member, [])
 
         def chunk(clients: list[_Client]) -> Chunk:
             members = np.array([member for member, _ in clients], np.int64)
             rows, lengths = dataset.client_rows(positions[members])
             return Chunk(x, y, _table(inputs, members, lengths, rows))
 
-        return _chunks(pending, clients(), chunk)
+        return in_chunks(clients(), chunk, pending.failures)
 
     def _read_chunks(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
         """Reads the clients and yields them in chunks."""
-        positions = pending.inputs.positions
+        inputs = pending.inputs
 
-        def clients() -> Iterator[tuple[_Client, int]]:
-            for member, client in enumerate(dataset.read_clients(positions)):
+        def clients() -> Iterator[tuple[int, int, _Client]]:
+            for member, client in enumerate(dataset.read_clients(inputs.positions)):
                 if isinstance(client, ClientFailure):
                     pending.failures.append(client)
                     continue
                 arrays = tf.nest.flatten((client.x, client.y))
                 length = len(arrays[-1])
                 if _may_train(pending, client.position, length):
-                    yield (member, arrays), length
+                    size = sum(array.nbytes for array in arrays)
+                    size += 4 * length * inputs.local_epochs
+                    yield client.position, size, (member, arrays)
 
-        chunk = functools.partial(self._chunk, pending.inputs)
-        return _chunks(pending, clients(), chunk)
+        chunk = functools.partial(self._chunk, inputs)
+        return in_chunks(clients(), chunk, pending.failures)
 
     def _chunk(self, inputs: cohort.RoundInputs, clients: list[_Client]) -> Chunk:
         """Returns a chunk of clients that were read, perhaps of none."""
@@ -591,43 +596,42 @@ def _may_train(pending: cohort.PendingRound, position: int, length: int) -> bool
     return False
 
 
-def _chunks(
-    pending: cohort.PendingRound,
-    clients: Iterable[tuple[_Client, int]],
-    make: Callable[[list[_Client]], Chunk],
-) -> Iterator[Chunk]:
+def in_chunks(
+    clients: Iterable[tuple[int, int, _Item]],
+    make: Callable[[list[_Item]], _Made],
+    failures: list[ClientFailure],
+    most: float = math.inf,
+) -> Iterator[_Made]:
     """Yields chunks of at most `CHUNK_BYTES` or of one client; at least one chunk.
 
     So whether there is memory for several clients does not depend on any of them.
 
     Args:
-      pending: The round; one client for which there is too little memory has failed.
-      clients: The clients, each with its number of examples.
+      clients: Yields each client's position, its size in bytes, and what `make` needs.
       make: Makes the chunk of some clients, perhaps of none.
+      failures: Gets each client for which alone there is too little memory.
+      most: The most clients in a chunk.
     """
 
-    def made(held: list[_Client]) -> Chunk:
+    def made(held: list[tuple[int, _Item]]) -> _Made:
         try:
             with program.numpy_memory_errors_as_tensorflows():
-                return make(held)
+                return make([item for _, item in held])
         except tf.errors.ResourceExhaustedError as error:
             if len(held) != 1:
                 raise
-            position = int(pending.inputs.positions[held[0][0]])
             # Without the traceback, which would keep what the memory is needed for.
             error = tf.errors.ResourceExhaustedError(None, None, error.message)
-            pending.failures.append(ClientFailure(position, error))
+            failures.append(ClientFailure(held[0][0], error))
             return make([])
 
-    held: list[_Client] = []
+    held: list[tuple[int, _Item]] = []
     num_bytes = 0
-    for client, length in clients:
-        own = 4 * length * pending.inputs.local_epochs
-        own += sum(array.nbytes for array in client[1])
-        if held and num_bytes + own > CHUNK_BYTES:
+    for position, own, item in clients:
+        if held and (num_bytes + own > CHUNK_BYTES or len(held) >= most):
             yield made(held)
             held, num_bytes = [], 0
-        held.append(client)
+        held.append((position, item))
         num_bytes += own
     yield made(held)
 

@@ -160,9 +160,11 @@ class RoundHistory:
           LedgerWriteError: Its line could not be written.
           In both cases, nothing is charged, and the round must not be released.
         """
-        details: Json = {"num_replies": released.num_replies}
+        # (Without how many replied: who knows that of others who would not have, knows
+        # how many of the rest were drawn.)
+        details: Json = {}
         if released.num_replies is None:
-            details = {"charged_first": 1}  # It is not yet known if it is released.
+            details["charged_first"] = 1  # It is not yet known if it is released.
         elif not released.is_released:
             details["abandoned"] = 1
         budgets = [self.budget] if self.budget and "abandoned" not in details else []

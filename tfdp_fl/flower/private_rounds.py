@@ -179,14 +179,12 @@ class PrivateRounds:
         self._on_client_failure = on_client_failure or rules[0]
         _validate.one_of(rules, on_client_failure=self._on_client_failure)
         if accountant is None:
-            # (PLD truncates tails of about 1e-15.)
             events = (
                 mechanism.round_event(index, self._deployment)
                 for index in range(rounds or 1)
             )
             kinds = {self._participation.charge(event) for event in set(events)}
-            is_coarse = target_delta is not None and target_delta < 1e-12
-            accountant = "rdp" if is_coarse else accounting.select_accountant(kinds)
+            accountant = accounting.select_accountant(kinds)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         self._accountant = accountant
         budget = None

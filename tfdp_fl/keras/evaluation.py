@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,12 +49,12 @@ def evaluate(
     values = np.full([len(names), num_clients], np.nan)
     bar = tf.keras.utils.Progbar(num_clients, verbose=verbose, unit_name="client")
     any_failed, any_evaluated = False, False
-    for group, unreadable in _groups(clients):
-        failed += unreadable
+    for group in _groups(clients, failed):
         counts[group.positions] = group.lengths
         for part in itertools.chain([group], group.one_by_one()):
             try:
-                results = compute_metrics(part, batch_size)
+                with program.numpy_memory_errors_as_tensorflows():
+                    results = compute_metrics(part, batch_size)
             except engine.CLIENT_ERRORS as error:
                 if len(part.positions) == 1:
                     failed.append(ClientFailure(int(part.positions[0]), error))
@@ -109,41 +110,70 @@ class _Group(NamedTuple):
             yield _Group(self.positions[client], self.lengths[client], x, y)
 
 
-def _groups(clients: FederatedDataset) -> Iterator[tuple[_Group, list[ClientFailure]]]:
-    """Yields all clients in groups, each with the clients that could not be read."""
-    all_positions, num_bytes = np.arange(clients.num_clients), 0
+def _groups(
+    clients: FederatedDataset, failures: list[ClientFailure]
+) -> Iterator[_Group]:
+    """Yields all clients in groups of bounded size or of one client.
+
+    Args:
+      clients: The clients.
+      failures: Gets those that cannot be read, or are too large for this machine.
+    """
+    chunks = functools.partial(
+        layout.in_chunks, failures=failures, most=_MAX_GROUP_SIZE
+    )
+    everybody = np.arange(clients.num_clients)
+
+    def has_few_rows(position: int, length: int) -> bool:
+        if length <= layout.MOST_ROWS:
+            return True
+        error = nests.ExamplesValueError(
+            f"a client must have at most {layout.MOST_ROWS} examples to be evaluated."
+        )
+        failures.append(ClientFailure(position, error))
+        return False
+
     if clients.is_indexed:
         stored = nests.views(clients.flat())
         row_bytes = sum(leaf[:1].nbytes for leaf in tf.nest.flatten(stored))
-        _, lengths = clients.client_rows(all_positions)
-        borders = np.cumsum(lengths) * row_bytes // layout.CHUNK_BYTES
-        borders = borders * clients.num_clients + all_positions // _MAX_GROUP_SIZE
-        for positions in np.split(all_positions, np.flatnonzero(np.diff(borders)) + 1):
-            rows, lengths = clients.client_rows(positions)
-            x, y = nests.take(stored, rows)
-            yield _Group(positions, lengths, x, y), clients.failures(positions)
-        return
-    buffered: list[ClientExamples] = []
-    failed: list[ClientFailure] = []
-    for position, client in enumerate(clients.read_clients(all_positions)):
-        if isinstance(client, ClientFailure):
-            failed.append(client)
-        elif len(tf.nest.flatten(client.y)[0]):
-            buffered.append(client)
-            leaves = tf.nest.flatten((client.x, client.y))
-            num_bytes += sum(leaf.nbytes for leaf in leaves)
-        is_full = num_bytes >= layout.CHUNK_BYTES or len(buffered) == _MAX_GROUP_SIZE
-        if buffered and (is_full or position == all_positions[-1]):
-            x, y = nests.concatenate(
-                [(examples.x, examples.y) for examples in buffered]
+        failures += clients.failures(everybody)
+        sizes = clients.client_sizes(everybody).tolist()
+
+        def stored_group(positions: list[int]) -> _Group:
+            rows, lengths = clients.client_rows(np.array(positions, np.int64))
+            return _Group(
+                np.array(positions, np.int64), lengths, *nests.take(stored, rows)
             )
-            sizes = [len(tf.nest.flatten(examples.y)[0]) for examples in buffered]
-            read_positions = [examples.position for examples in buffered]
-            yield _Group(np.array(read_positions), np.array(sizes), x, y), failed
-            buffered, failed, num_bytes = [], [], 0
-    if failed:
-        x, y = nests.no_examples(clients.element_spec)
-        yield _Group(all_positions[:0], all_positions[:0], x, y), failed
+
+        yield from chunks(
+            (
+                (position, length * row_bytes, position)
+                for position, length in enumerate(sizes)
+                if has_few_rows(position, length)
+            ),
+            stored_group,
+        )
+        return
+
+    def read() -> Iterator[tuple[int, int, ClientExamples]]:
+        for client in clients.read_clients(everybody):
+            if isinstance(client, ClientFailure):
+                failures.append(client)
+                continue
+            leaves = tf.nest.flatten((client.x, client.y))
+            if len(leaves[-1]) and has_few_rows(client.position, len(leaves[-1])):
+                yield client.position, sum(leaf.nbytes for leaf in leaves), client
+
+    def read_group(held: list[ClientExamples]) -> _Group:
+        if not held:
+            nothing = np.zeros(0, np.int64)
+            return _Group(nothing, nothing, *nests.no_examples(clients.element_spec))
+        x, y = nests.concatenate([(client.x, client.y) for client in held])
+        lengths = [len(tf.nest.flatten(client.y)[-1]) for client in held]
+        positions = [client.position for client in held]
+        return _Group(np.array(positions), np.array(lengths), x, y)
+
+    yield from chunks(read(), read_group)
 
 
 def _make_evaluator(

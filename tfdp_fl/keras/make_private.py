@@ -141,8 +141,7 @@ def make_private(
             return charge_plan(make_mechanism(noise), sampler, deployment).items()
 
         limit = largest_noise(make_mechanism, deployment)
-        # (PLD truncates tails of about 1e-15.)
-        if accountant is None and target_delta >= 1e-12:
+        if accountant is None:
             costs = charges(1.0 if limit is None else min(1.0, limit))
             best_accountant = accounting.select_accountant(
                 charge for charge, _ in costs

