@@ -1,4 +1,4 @@
-"""Times a round of `fit` beside Keras's epoch over the same examples.
+"""Times a round of `fit` beside Keras's epoch over the same examples, in turns.
 
 python research/beside_keras.py
 """
@@ -6,6 +6,7 @@ python research/beside_keras.py
 from __future__ import annotations
 
 import pathlib
+import statistics
 import sys
 import time
 
@@ -15,24 +16,51 @@ import keras
 import numpy as np
 
 import tfdp_fl
+from research.benchmarking import workloads
+
+_TURNS = 5
+
+
+def _compare(
+    title: str,
+    model: keras.Model,
+    clients: tfdp_fl.datasets.FederatedDataset,
+    batch_size: int,
+) -> None:
+    """Prints the seconds of an epoch, and of a round in which all clients take part."""
+    examples = zip(*map(clients.client, clients.client_ids), strict=True)
+    x, y = map(np.concatenate, examples)
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+    copy = keras.models.clone_model(model)
+    fed = tfdp_fl.DPFederatedModel(copy, mechanism, clients.num_clients)
+    sides = (model, (x, y.astype(int))), (fed, (clients,))
+    seconds: list[list[float]] = [[], []]
+    for each, _ in sides:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        each.compile(keras.optimizers.SGD(0.05), loss)
+    for _ in range(2 + _TURNS):  # Two for warming up.
+        for (each, data), taken in zip(sides, seconds, strict=True):
+            start = time.perf_counter()
+            each.fit(*data, batch_size=batch_size, verbose=0)
+            taken.append(time.perf_counter() - start)
+    epoch, of_round = (statistics.median(taken[2:]) for taken in seconds)
+    shown = f"epoch {epoch:.3g} s, round {of_round:.3g} s, {of_round / epoch:.2g} times"
+    print(f"{title}: {shown}", flush=True)
 
 
 def main() -> None:
-    """Prints the seconds of three epochs, and of three rounds of 500 clients."""
-    clients, _ = tfdp_fl.datasets.load_digits(num_clients=500)
-    examples = zip(*map(clients.client, clients.client_ids), strict=True)
-    x, y = map(np.concatenate, examples)
-    layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(10)]
-    model = keras.Sequential([keras.layers.Input((64,)), *layers])
-    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    fed = tfdp_fl.DPFederatedModel(keras.models.clone_model(model), mechanism, 500)
-    for each, data in ((model, (x, y.astype(int))), (fed, (clients,))):
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        each.compile(keras.optimizers.SGD(0.2), loss)
-        for _ in range(3):
-            start = time.perf_counter()
-            each.fit(*data, batch_size=10, verbose=0)
-            print(type(each).__name__, time.perf_counter() - start, "seconds")
+    """Prints a line for each model."""
+    digits, _ = tfdp_fl.datasets.load_digits(num_clients=500)
+    _compare(
+        "MLP 64-128-10, digits, 500 clients", workloads.mlp(64, 128, 10), digits, 10
+    )
+    for name in ("mlp", "mlp_batch60", "cnn", "lstm"):
+        work = workloads.WORKLOADS[name]
+        x, y = work.data()
+        rows = np.arange(len(x), dtype=np.int32).reshape(work.clients, work.examples)
+        clients = tfdp_fl.datasets.FederatedDataset.from_indices(x, y, rows)
+        title = f"{work.title}, {work.clients} clients"
+        _compare(title, work.make_model(), clients, work.batch_size)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,17 @@ from unittest import mock
 import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting.pld import privacy_loss_distribution
 from scipy import stats
 
 from tests.accounting.charges import charge, history
 from tfdp_fl import accounting
-from tfdp_fl.accounting import curves, known_selection, loss_distribution
+from tfdp_fl.accounting import (
+    curves,
+    known_selection,
+    loss_distribution,
+    private_selection,
+)
 from tfdp_fl.accounting.loss_distribution import LossDistribution, _Losses
 
 _RELATION = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -130,3 +136,60 @@ def test_events_within_events_have_errors():
         0.1, dp_accounting.GaussianDpEvent(1.0)
     )
     assert curves.loss_distribution(known, _RELATION, 1e-3).error == 0
+
+
+def test_a_negative_cell_within_the_error_cuts_nothing_off():
+    true, count = np.zeros(2001), 100
+    true[[0, 100]] = 0.77, 0.23
+    k = np.arange(count + 1)
+    chances = stats.binom.pmf(k, count, 0.23)
+    for error in (1e-13, 5e-10, 1e-9):
+        cells = true.copy()
+        cells[-1] = -error
+        one = LossDistribution(1e-3, (_Losses(0, cells, 0.0, error),))
+        composed = one.self_compose(count)
+        for epsilon in (2.0, 2.6, 3.0):
+            exact = np.maximum(-np.expm1(epsilon - k * 0.1), 0) @ chances
+            assert exact * (1 - 1e-9) <= composed.delta(epsilon) <= exact + 1e-6
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_losses_that_end_have_an_epsilon(scale):
+    event = dp_accounting.LaplaceDpEvent(scale)
+    composed = history(charge("poisson", 1000, 100, event=event))
+    for coarse in (False, True):
+        assert 0 < composed.epsilon(1e-5, "pld", coarse) < 1 / scale
+    loss = _coin(0.5, 3)
+    assert loss.epsilon(1e-5) == pytest.approx(4e-3, rel=1e-2)
+    for delta in (5e-324, 1e-300):
+        assert 0.9999 * 4e-3 <= loss.epsilon(delta) <= 5e-3
+    nothing = LossDistribution.of(privacy_loss_distribution.identity(1e-4), 1e-4)
+    assert nothing.self_compose(5).compose(nothing).epsilon(1e-9) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [0.0, 1.0])
+def test_a_search_of_long_trials_has_an_epsilon(shape):
+    one = dp_accounting.PoissonSampledDpEvent(1e-3, dp_accounting.GaussianDpEvent(1.0))
+    trial = dp_accounting.SelfComposedDpEvent(one, 10**5)
+    event = private_selection.BestOfTrialsDpEvent((trial,), 30.0, shape)
+    composed = history(charge(n=100, m=100, event=event))
+    for delta in (1e-6, 1e-8, 1e-10):
+        assert composed.epsilon(delta, "pld") <= composed.epsilon(delta) < math.inf
+
+
+def test_what_the_librarys_accountant_transforms_has_an_error():
+    laplace = dp_accounting.LaplaceDpEvent(2.0)
+    for event, is_exact in (
+        (_POISSON, True),
+        (dp_accounting.GaussianDpEvent(2.0), True),
+        (laplace, False),
+        (dp_accounting.PoissonSampledDpEvent(0.1, laplace), False),
+    ):
+        loss = curves.loss_distribution(event, _RELATION, 1e-3)
+        assert (loss.error == 0) == is_exact
+        assert loss.error < 1e-10
+        # It is the accountant's distribution.
+        usual = dp_accounting.pld.PLDAccountant(_RELATION, 1e-3).compose(event)
+        for epsilon in (0.1, 0.3):
+            expected = usual.get_delta(epsilon)
+            assert loss.delta(epsilon) == pytest.approx(expected, rel=1e-7, abs=1e-10)

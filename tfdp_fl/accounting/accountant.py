@@ -335,12 +335,14 @@ class PrivacyAccountant:
                 else self._least(lambda orders, rdp: _epsilons(orders, rdp, delta))
             )
         if event := self._search:
-            by_profile = self._epsilon_by_profile(event, delta, coarse)
-            # RDP can be tighter when the number of trials is concentrated.
-            return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
-        loss = self._compose_pld(coarse)
-        epsilon = loss.epsilon(delta)
-        if loss.error > _MOST_ERROR * delta and self.has_bound_by("rdp"):
+            # (RDP can be tighter, also when the number of trials is concentrated.)
+            epsilon = self._epsilon_by_profile(event, delta, coarse)
+            may_be_loose = True
+        else:
+            loss = self._compose_pld(coarse)
+            epsilon = loss.epsilon(delta)
+            may_be_loose = math.isinf(epsilon) or loss.error > _MOST_ERROR * delta
+        if may_be_loose and self.has_bound_by("rdp"):
             return min(epsilon, self.epsilon(delta))
         return epsilon
 

@@ -273,6 +273,8 @@ def event_pld(
         is_fine = interval < _PLD_COARSE_INTERVAL
         cells = _ALLOCATION_CELLS if is_fine else _ALLOCATION_COARSE_CELLS
         return random_allocation.privacy_loss(event, interval, cells)
+    if (gaussian := _gaussian_pld(event, relation, interval)) is not None:
+        return gaussian
     accountant = _compose(pld.PLDAccountant(relation, interval), event, other="rdp")
     if accountant.get_epsilon(0.5) == math.inf:
         # No privacy; the accountant stores that separately from the distribution.
@@ -280,6 +282,52 @@ def event_pld(
             pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
         )
     return accountant._pld  # There is no public name for it.
+
+
+def _gaussian_pld(
+    event: Any, relation: dp_accounting.NeighboringRelation, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution | None:
+    """Returns what `PLDAccountant` makes of a Gaussian, sampled or not; None of others.
+
+    The accountant also transforms it once, which leaves rounding errors.
+    """
+    options: dict[str, Any] = {
+        "value_discretization_interval": interval,
+        "neighboring_relation": relation,
+    }
+    probability, release = 1.0, event
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        probability, release = event.sampling_probability, event.event
+    if isinstance(release, dp_accounting.GaussianDpEvent):
+        if not (release.noise_multiplier > 0 and probability > 0):
+            return None
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            release.noise_multiplier, sampling_prob=probability, **options
+        )
+    if isinstance(event, dp_accounting.TruncatedSubsampledGaussianDpEvent):
+        sizes = event.dataset_size, event.truncated_batch_size
+        if not min(event.noise_multiplier, event.sampling_probability, *sizes) > 0:
+            return None
+        return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+            dataset_size=event.dataset_size,
+            sampling_probability=event.sampling_probability,
+            truncated_batch_size=event.truncated_batch_size,
+            noise_multiplier=event.noise_multiplier,
+            **options,
+        )
+    return None
+
+
+def _is_transformed(event: dp_accounting.DpEvent) -> bool:
+    """Returns whether `event_pld` has `PLDAccountant` make an event's distribution."""
+    sampled = isinstance(event, dp_accounting.PoissonSampledDpEvent)
+    kinds = (
+        known_selection.KnownSelectionDpEvent,
+        random_allocation.RandomAllocationDpEvent,
+        dp_accounting.GaussianDpEvent,
+        dp_accounting.TruncatedSubsampledGaussianDpEvent,
+    )
+    return not isinstance(event.event if sampled else event, kinds)
 
 
 def loss_distribution(
@@ -294,4 +342,5 @@ def loss_distribution(
     if isinstance(event, dp_accounting.ComposedDpEvent) and event.events:
         parts = [loss_distribution(part, relation, interval) for part in event.events]
         return functools.reduce(LossDistribution.compose, parts)
-    return LossDistribution.of(event_pld(event, relation, interval), interval)
+    one = event_pld(event, relation, interval)
+    return LossDistribution.of(one, interval, is_transformed=_is_transformed(event))

@@ -12,17 +12,20 @@ e = c log2(n), times sum_j |p_j| for each output (which is a sum of the p_j time
 numbers), or times sqrt(n) |p|_2 for all, as a vector (Higham 2002, "Accuracy and
 Stability of Numerical Algorithms", theorem 24.2). We transform all but the largest
 probability, which is put first and then added to each output. The power F^T is computed
-in polar form. The angle is off by at most two units in its last place, 4 u |angle|, and
-log |F| by 2 u (1 + |log |F||), before each is multiplied by T and rounded. So with d
+in polar form. Modulus, angle and logarithm are off by at most four units in the last
+place, 8 u relatively, before the latter two are multiplied by T and rounded. So with d
 the error of F, and up to a few roundings,
 
     |computed F^T - F^T| <= T d (|F| + d)^(T - 1)
-                            + (3 + 5 |angle| + 3 |log |F||) T u |F|^T.
+                            + (8 + 10 |angle| + 10 |log |F||) T u |F|^T.
 
 The inverse transform is off by at most e |F^T|_2 / sqrt(n) as a vector, and all n cells
 together by at most sqrt(n) times the error as a vector (Cauchy-Schwarz). So that sum is
 at most the length of the error of F^T, plus e |F^T|_2. It bounds the error of delta,
 which is a sum over cells with factors from 0 to 1.
+
+The probabilities of one release are taken as they are: they have relative errors of at
+most about 1e-7, from differences of dp-accounting's deltas.
 """
 
 from __future__ import annotations
@@ -76,23 +79,30 @@ class LossDistribution:
         cls,
         distribution: privacy_loss_distribution.PrivacyLossDistribution,
         interval: float,
+        is_transformed: bool = False,
     ) -> LossDistribution:
-        """Takes over dp-accounting's distribution of one release."""
+        """Takes over dp-accounting's distribution of one release.
+
+        Args:
+          distribution: The distribution.
+          interval: Its interval.
+          is_transformed: Whether its accountant made it, which transforms it once.
+        """
         pmfs = [distribution._pmf_remove]  # There are no public names for them.
         if not distribution._symmetric:
             pmfs.append(distribution._pmf_add)
-        dense = [pmf.to_dense_pmf() for pmf in pmfs]
-        return cls(
-            interval,
-            tuple(
-                _Losses(
-                    pmf._lower_loss,
-                    np.asarray(pmf._probs, np.float64),
-                    float(pmf._infinity_mass),
-                )
-                for pmf in dense
-            ),
-        )
+        found = []
+        for pmf in (pmf.to_dense_pmf() for pmf in pmfs):
+            probabilities = np.append(np.asarray(pmf._probs, np.float64), 0.0)
+            error = 0.0
+            if is_transformed:
+                # Its lengths have factors up to 11, and errors below 20 u per bit.
+                points = 2 * len(probabilities)
+                error = 40 * _UNIT * math.log2(points) * math.sqrt(points)
+                error *= float(np.linalg.norm(probabilities))
+            infinite = float(pmf._infinity_mass)
+            found.append(_Losses(pmf._lower_loss, probabilities, infinite, error))
+        return cls(interval, tuple(found))
 
     @property
     def error(self) -> float:
@@ -160,11 +170,11 @@ class LossDistribution:
         )
         if self.delta(largest) > delta:
             return math.inf
-        found = float(
-            optimize.brentq(
-                lambda epsilon: math.log(self.delta(epsilon) / delta), 0.0, largest
-            )
-        )
+
+        def excess(epsilon: float) -> float:
+            return math.log(max(self.delta(epsilon), 5e-324)) - math.log(delta)
+
+        found = float(optimize.brentq(excess, 0.0, largest))
         step = 1e-12
         while self.delta(found) > delta:
             found, step = found + step, 2 * step
@@ -246,14 +256,17 @@ def _inverse(values: np.ndarray, shift: int, length: int) -> tuple[np.ndarray, f
 def _self_composed(losses: _Losses, count: int) -> _Losses:
     first, probabilities, infinite, error = losses
     # (Losses outside these bounds wrap around. They are counted as infinite, too.)
-    lower, upper = pld_common.compute_self_convolve_bounds(probabilities, count, _TAIL)
+    lower, upper = pld_common.compute_self_convolve_bounds(
+        np.abs(probabilities), count, _TAIL
+    )
     size = upper - lower + 1
     transform = _Transform.of(probabilities, _length(max(size, len(probabilities))))
     absolute, angles = np.abs(transform.values), np.angle(transform.values)
     logs = np.log(np.maximum(absolute, 1e-300))
     powers = np.exp(count * logs)
     one_less = np.exp((count - 1) * np.log(absolute + transform.of_each))
-    of_power = (3 + 5 * np.abs(angles) + 3 * np.abs(logs)) * count * _UNIT + 8 * _UNIT
+    of_power = (8 + 10 * np.abs(angles) + 10 * np.abs(logs)) * count * _UNIT
+    of_power += 8 * _UNIT
     composed, of_inverse = _inverse(
         powers * np.exp(1j * count * angles),
         count * transform.shift - lower,
@@ -261,11 +274,13 @@ def _self_composed(losses: _Losses, count: int) -> _Losses:
     )
     of_values = count * transform.error_times(one_less)
     of_powers = _length_of_all(of_power * powers, transform.length)
+    total = max(1.0, float(np.abs(probabilities).sum()) + error)
+    of_parts = count * error * math.exp(min((count - 1) * math.log(total), 700.0))
     return _Losses(
         first * count + lower,
         composed[:size],
         _TAIL - math.expm1(count * math.log1p(-infinite)) if infinite < 1 else 1.0,
-        1.01 * (of_values + of_powers + of_inverse + count * error),
+        1.01 * (of_values + of_powers + of_inverse + of_parts),
     )
 
 
@@ -280,7 +295,9 @@ def _composed(one: _Losses, other: _Losses) -> _Losses:
     of_values += of_other.error_times(np.abs(of_one.values))
     of_product = 6 * _UNIT * _length_of_all(product, length)
     offset, probabilities, above = _without_tails(composed[:size])
-    errors = of_values + of_product + of_inverse + one.error + other.error
+    totals = [float(np.abs(part.probabilities).sum()) for part in (one, other)]
+    of_parts = one.error * (totals[1] + other.error) + other.error * totals[0]
+    errors = of_values + of_product + of_inverse + of_parts
     return _Losses(
         one.first + other.first + offset,
         probabilities,
