@@ -62,11 +62,11 @@ def test_both_accountants_are_above_the_mixture_and_near_it(q, z):
     event = known_selection.KnownSelectionDpEvent(q, dp_accounting.GaussianDpEvent(z))
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     # One attempt at epsilon costs q times the delta of the Gaussian.
-    by_pld = curves.event_pld(event, relation, 1e-4)
+    by_pld = curves.loss_distribution(event, relation, 1e-4)
     # (Also in the upper tail, where the probabilities below are all 1 in float64.)
     for epsilon in (0.0, 0.1, 1.0, 4.0, *(0.5 / z**2 + np.array([8.0, 8.6]) / z)):
         exact = q * accounting.gaussian_delta(z, epsilon)
-        found = by_pld.get_delta_for_epsilon(epsilon)
+        found = by_pld.delta(epsilon)
         assert exact * (1 - 1e-9) <= found <= exact * 1.01 + 1e-4
     orders = np.array([1.5, 2.0, 8.0, 32.0])
     moments = np.exp((orders - 1) * orders / (2 * z * z)) if z > 0.5 else np.inf

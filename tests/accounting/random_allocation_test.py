@@ -62,9 +62,9 @@ def test_epsilon_is_that_of_a_simulation_in_both_directions(t, passes, z, delta)
 
 def test_a_pass_of_one_round_is_a_gaussian():
     for z in (0.5, 1.0, 8.0):
-        loss = curves.event_pld(_pass(1, z), _RELATION, 1e-4)
+        loss = curves.loss_distribution(_pass(1, z), _RELATION, 1e-4)
         exact = accounting.gaussian_epsilon(z, _DELTA)
-        assert exact <= loss.get_epsilon_for_delta(_DELTA) <= 1.001 * exact
+        assert exact <= loss.epsilon(_DELTA) <= 1.001 * exact
         orders = np.concatenate(curves.PARTS[3:9])
         rdp = [curves.rdp_curve(_pass(1, z), _RELATION, k) for k in range(3, 9)]
         found, whole = np.concatenate(rdp), orders == np.floor(orders)
@@ -84,14 +84,15 @@ def _two_rounds(z):
 
 @pytest.mark.parametrize("z", [0.7, 1.0, 3.0])
 def test_a_pass_of_two_rounds_is_that_of_a_quadrature(z):
-    loss, expected = curves.event_pld(_pass(2, z), _RELATION, 1e-4), _two_rounds(z)
+    loss, expected = (
+        curves.loss_distribution(_pass(2, z), _RELATION, 1e-4),
+        _two_rounds(z),
+    )
     for epsilon in (0.0, 0.3, 1.0, 2.0):
         factor = math.exp(epsilon)
         remove = expected(lambda s, k=factor: np.maximum(s - k, 0))
         add = expected(lambda s, k=factor: np.maximum(1 - k * s, 0))
-        found = loss._pmf_remove, loss._pmf_add
-        for exact, pmf in zip((remove, add), found, strict=True):
-            bound = pmf.get_delta_for_epsilon(epsilon)
+        for exact, bound in zip((remove, add), loss.deltas(epsilon), strict=True):
             # (The quadrature has an error of its own at the edge of the function.)
             assert exact * (1 - 1e-5) - 1e-14 <= bound <= 1.005 * exact + 1e-9
     for order in (2.0, 3.0, 5.0):
@@ -118,8 +119,8 @@ def test_small_deltas_are_those_of_a_conditional_simulation(t, z, epsilon):
     u = (np.log(np.maximum(k - sums, others.max(axis=1))) - mu) * z
     each = stats.norm.sf(u - 1 / z) + (sums - k) * stats.norm.sf(u)
     error = stats.norm.isf(_FALSE_ALARM) * each.std() / math.sqrt(len(each))
-    loss = curves.event_pld(_pass(t, z), _RELATION, 1e-4)
-    bound = loss._pmf_remove.get_delta_for_epsilon(epsilon)
+    loss = curves.loss_distribution(_pass(t, z), _RELATION, 1e-4)
+    bound = loss.deltas(epsilon)[0]  # Of removing the client.
     assert each.mean() - error <= bound <= 1.03 * (each.mean() + error)
 
 

@@ -257,31 +257,34 @@ def pld_interval(largest_loss: float, coarse: bool) -> float:
 
 
 @functools.lru_cache(maxsize=32)
-def event_pld(
+def _of_one_release(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
     interval: float,
-) -> privacy_loss_distribution.PrivacyLossDistribution:
+) -> LossDistribution:
     """Returns one event's privacy loss distribution.
 
     Making it takes most of the time of a PLD epsilon, while self-composition takes
     little. So a cached one serves a whole curve of epsilon against rounds.
     """
     if isinstance(event, known_selection.KnownSelectionDpEvent):
-        return known_selection.privacy_loss(event, interval)
-    if isinstance(event, random_allocation.RandomAllocationDpEvent):
+        made = known_selection.privacy_loss(event, interval)
+    elif isinstance(event, random_allocation.RandomAllocationDpEvent):
         is_fine = interval < _PLD_COARSE_INTERVAL
         cells = _ALLOCATION_CELLS if is_fine else _ALLOCATION_COARSE_CELLS
-        return random_allocation.privacy_loss(event, interval, cells)
-    if (gaussian := _gaussian_pld(event, relation, interval)) is not None:
-        return gaussian
-    accountant = _compose(pld.PLDAccountant(relation, interval), event, other="rdp")
-    if accountant.get_epsilon(0.5) == math.inf:
-        # No privacy; the accountant stores that separately from the distribution.
-        return privacy_loss_distribution.from_privacy_parameters(
-            pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
-        )
-    return accountant._pld  # There is no public name for it.
+        made = random_allocation.privacy_loss(event, interval, cells)
+    elif (gaussian := _gaussian_pld(event, relation, interval)) is not None:
+        made = gaussian
+    else:
+        accountant = _compose(pld.PLDAccountant(relation, interval), event, other="rdp")
+        made = accountant._pld  # There is no public name for it.
+        if accountant.get_epsilon(0.5) == math.inf:
+            # No privacy; the accountant stores that separately from the distribution.
+            made = privacy_loss_distribution.from_privacy_parameters(
+                pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
+            )
+        return LossDistribution.of(made, interval, is_transformed=True)
+    return LossDistribution.of(made, interval)
 
 
 def _gaussian_pld(
@@ -318,18 +321,6 @@ def _gaussian_pld(
     return None
 
 
-def _is_transformed(event: dp_accounting.DpEvent) -> bool:
-    """Returns whether `event_pld` has `PLDAccountant` make an event's distribution."""
-    sampled = isinstance(event, dp_accounting.PoissonSampledDpEvent)
-    kinds = (
-        known_selection.KnownSelectionDpEvent,
-        random_allocation.RandomAllocationDpEvent,
-        dp_accounting.GaussianDpEvent,
-        dp_accounting.TruncatedSubsampledGaussianDpEvent,
-    )
-    return not isinstance(event.event if sampled else event, kinds)
-
-
 def loss_distribution(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
@@ -342,5 +333,4 @@ def loss_distribution(
     if isinstance(event, dp_accounting.ComposedDpEvent) and event.events:
         parts = [loss_distribution(part, relation, interval) for part in event.events]
         return functools.reduce(LossDistribution.compose, parts)
-    one = event_pld(event, relation, interval)
-    return LossDistribution.of(one, interval, is_transformed=_is_transformed(event))
+    return _of_one_release(event, relation, interval)

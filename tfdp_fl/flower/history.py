@@ -160,7 +160,7 @@ class RoundHistory:
           LedgerWriteError: Its line could not be written.
           In both cases, nothing is charged, and the round must not be released.
         """
-        # (Without how many replied: who knows that of others who would not have, knows
+        # (Not how many replied: whoever knows which others never do could tell from it
         # how many of the rest were drawn.)
         details: Json = {}
         if released.num_replies is None:
