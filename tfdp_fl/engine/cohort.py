@@ -153,9 +153,9 @@ class Trained(NamedTuple):
         """Returns the sum with its update in float64."""
         if isinstance(self.step, tuple):
             return self.total
-        return _with_update(
-            self.total, [_from_steps(part, self.step) for part in _update(self.total)]
-        )
+        step = self.step.numpy()
+        update = [_from_steps(part, self.step, step) for part in _update(self.total)]
+        return _with_update(self.total, update)
 
 
 def _update(total: CohortSum) -> list[nests.Nest]:
@@ -171,12 +171,15 @@ def _with_update(total: CohortSum, update: list[nests.Nest]) -> CohortSum:
 _MANY_WEIGHTS = 2**20
 
 
-def _from_steps(part: np.ndarray | tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+def _from_steps(
+    part: np.ndarray | tf.Tensor, step: tf.Tensor, value: np.floating
+) -> tf.Tensor:
+    """Returns whole steps in float64; `value` is the step's."""
     numbers = _array(part)
     if numbers.size >= _MANY_WEIGHTS:
         return _from_steps_in_place(part, step)
     # As `records.from_steps`.
-    return tf.convert_to_tensor(np.multiply(numbers, step.numpy(), dtype=np.float64))
+    return tf.convert_to_tensor(np.multiply(numbers, value, dtype=np.float64))
 
 
 @tf.function(autograph=False, reduce_retracing=True)

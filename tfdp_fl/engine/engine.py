@@ -483,9 +483,7 @@ class CohortEngine:
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round with nothing collected yet."""
         state = self.query.begin_round(
-            inputs.state,
-            tf.constant(inputs.noise_multiplier, tf.float32),
-            tf.constant(inputs.clients_per_round, tf.float32),
+            inputs.state, inputs.noise_multiplier, inputs.clients_per_round
         )
         weights = keras_versions.settled_values(self.server.variables)
         if self._hook is not None:

@@ -217,17 +217,18 @@ class Release:
         state = with_variables(pending.state)
         leaves = tf.nest.flatten((pending.sums[0], state, seed, answered, charged))
         flat = [
-            leaf.handle if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
+            leaf.handle if isinstance(leaf, tf.Variable) else program.as_tensor(leaf)
             for leaf in leaves
         ]
         self.trace(pending.sums[0], state)
         traced, total = self._traced[0], pending.sums[0]
-        after, values = tf.nest.pack_sequence_as(
-            traced.structured_outputs, _call_flat(traced, flat)
+        after, values = nests.pack(traced.structured_outputs, _call_flat(traced, flat))
+        memory = tf.nest.map_structure(
+            lambda old, new: old if isinstance(old, tf.Variable) else new,
+            state.memory,
+            after.memory,
         )
-        state = tf.nest.map_structure(
-            lambda old, new: old if isinstance(old, tf.Variable) else new, state, after
-        )
+        state = after._replace(memory=memory)
         *logged, fills = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))
         logs |= self.metric_results(total.metrics, total.examples)
