@@ -9,25 +9,22 @@
     update      the model and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`. A Flower server calls its two halves and `release`, and
-clips replies in flower/sums.py. TFF compiles `make_record` and `release`, and computes
-the cost from what its state records. Nothing else calls `release`. The rules:
+Keras's `fit` calls `run_round`; a Flower server clips in flower/sums.py, and calls the
+two halves and `release`; TFF compiles `make_record` and `release`, and its state says
+what to charge. Nothing else calls `release`. The rules:
 
 1. Own data only. `make_record` gets one client's update, computed from its own examples
    in a program chosen by their number (engine/layout.py), and what the server sent.
 2. One door. `query.clip` clips an update, and makes it zero if it still exceeds the
-   mechanism's bounds (`bound` in mechanisms/records.py; for clients trained side by
-   side, engine/side_by_side.py); `add` in records.py checks shapes. (TF-Privacy's
-   queries and local mechanisms bound their own records.)
+   mechanism's bounds (mechanisms/records.py; side by side: engine/side_by_side.py);
+   `add` checks shapes. (TF-Privacy's queries and local mechanisms bound their own.)
 3. Exact sums. `CohortQuery.to_grid` (side by side: `_sum_of`) rounds a record to a grid
-   on which float64 or int32 adds without any error. Records with noise are not rounded,
-   nor are weights: under a central guarantee, the divisor is the expected weight.
+   on which float64 or int32 adds exactly; clients' noise and weights are not rounded.
 4. The charge covers what could have happened. It follows from the cohort drawn, which
    must be released or abandoned before the next draw (sampling.py; in TFF, declared).
 5. Charge, noise, release. Only `PrivacyAccount.charge` (accounting/account.py) spends.
-   A release uses up its receipt (`Charge.use`). `query.add_noise` (in mechanisms/
-   cohort_query.py) adds the noise; under a central guarantee, `release` refuses to add
-   less than was paid for. (A TF-Privacy query adds its own, and states its cost first.)
+   A release uses up its receipt (`Charge.use`). Under a central guarantee, `release`
+   refuses noise below what was paid for. (TF-Privacy's queries state their cost first.)
 """
 
 from __future__ import annotations
@@ -90,7 +87,6 @@ def finish_round(
 ) -> Any:
     """Charges and releases a cohort's sum; or abandons the round and returns None."""
     if server.abandons(collected):
-        # (Abandoning such a round reveals who was drawn; releasing it does not.)
         if paid is None and cohort.participation.charge_if_abandoned:
             server.charge(cohort, collected)
         server.abandon(cohort)
