@@ -115,10 +115,10 @@ class TrialCount:
             return int(generator.logseries(1 - gamma)) if gamma < 1 else 1
         if self.shape == 1 or gamma == 1:
             return int(generator.geometric(gamma))
-        number = 0
-        while not number:
-            number = int(generator.negative_binomial(self.shape, gamma))
-        return number
+        numbers = np.zeros(1)
+        while not numbers.any():  # With a mean near 1, few draws are above zero.
+            numbers = generator.negative_binomial(self.shape, gamma, 2**14)
+        return int(numbers[numbers > 0][0])
 
 
 def epsilon_of_best(
