@@ -634,7 +634,7 @@ class Report(FederatedCallback):
           ValueError: The path is a folder.
         """
         super().__init__()
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()
         if self.path.is_dir():
             raise ValueError(
                 "path must name a file, such as report.html, got the folder "
