@@ -1,4 +1,4 @@
-"""What is stored: values as JSON has them, files that appear whole or not at all."""
+"""Values converted to JSON, and files that are written atomically."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Imports that wait: TensorFlow until it is used, packages that few need.
+"""Lazy imports: TensorFlow, and packages that few users need.
 
-A mechanism is a declaration, and much is done with it that needs no
-TensorFlow: it is priced, described, sent to clients. A server that only adds up
-what clients clipped (`tfdp_fl.flower`) never imports it.
+A mechanism can be accounted for, described, and sent to clients without
+TensorFlow. A server that only adds up what clients clipped (`tfdp_fl.flower`)
+never imports it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Queries:
                 "tensorflow-privacy==0.9.0 dm-tree"
             )
         if importlib.util.find_spec("tensorflow_estimator") is None:
-            switches: Any = sys  # Where the package looks for its own.
+            switches: Any = sys  # TF-Privacy looks for this flag here.
             switches.skip_tf_privacy_import = True
         module = f"tensorflow_privacy.privacy.dp_query.{_QUERIES[name]}"
         return getattr(importlib.import_module(module), name)

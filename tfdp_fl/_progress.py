@@ -19,7 +19,7 @@ _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Keeps what is written to stderr meanwhile; shows it only after an error."""
+    """Captures what is written to stderr; shows it only after an error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -38,7 +38,7 @@ def quiet_start() -> Iterator[None]:
 
 
 def load_tensorflow() -> None:
-    """Imports TensorFlow, which has much to say, and lets it look for GPUs."""
+    """Imports TensorFlow, hiding its messages, and lets it look for GPUs."""
     with quiet_start():
         import tensorflow as tf
 
@@ -46,15 +46,15 @@ def load_tensorflow() -> None:
 
 
 def name() -> str:
-    """Returns the name that the program was called by: "train.py", "tfdp-fl-train"."""
+    """Returns the program's name as it was called: "train.py", "tfdp-fl-train"."""
     return pathlib.Path(sys.argv[0]).name
 
 
 def run(main: Callable[[Sequence[str]], Any], doc: str, *modules: str) -> None:
-    """Runs a program, or prints its help, which is no error.
+    """Runs a program, or prints its help and exits without an error.
 
     Args:
-      main: Takes what is left of the command line.
+      main: Takes the remaining command-line arguments.
       doc: What the program does.
       *modules: Where its flags are defined; "__main__" is that of `main`.
     """

@@ -16,13 +16,16 @@ _SIGNALS = [each for each in signal.Signals if each.name.removeprefix("SIG") in 
 
 
 @contextlib.contextmanager
-def defer_signals() -> Iterator[None]:
+def defer_signals(most: float = 1) -> Iterator[None]:
     """Lets signals that Python handles wait for the end.
 
     So nothing takes what a handler raises for an error of the block's own. A second
     one is heard at once: a user who asks twice cannot wait. None is lost where the
     block ends by an error. In other threads than the main one, which hear no signals,
     nothing changes.
+
+    Args:
+      most: How many signals wait; `math.inf` for a block that takes no time.
     """
     handlers = _handlers()
     deferred: list[tuple[int, Any]] = []
@@ -30,7 +33,7 @@ def defer_signals() -> Iterator[None]:
 
     def defer(number: int, frame: Any) -> None:
         deferred.append((number, frame))
-        if is_over or len(deferred) > 1:
+        if is_over or len(deferred) > most:
             handlers[number](number, frame)
 
     try:
@@ -38,11 +41,11 @@ def defer_signals() -> Iterator[None]:
             signal.signal(number, defer)
         yield
     except BaseException:
-        if len(deferred) > 1:
-            deferred.clear()  # The second one was heard, and may be this.
+        if len(deferred) > most:
+            deferred.clear()  # The last one was heard, and may be this.
         raise
     finally:
-        pending = deferred[:1]
+        pending = deferred[:1] if most == 1 else deferred[:]
         # A signal from here on, with some handlers not yet in their place, is
         # heard at once by whichever it finds.
         is_over = True
@@ -55,12 +58,11 @@ def defer_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Raises KeyboardInterrupt where C code made another error of it.
+    """Raises KeyboardInterrupt where C code turned it into another error.
 
-    Python raises it in whatever runs, and an extension that meets it while it
-    handles an error of its own, or converts an array, reports a RuntimeError
-    or a SystemError in its place. Outside the main thread, which alone receives
-    signals, it does nothing.
+    Python raises it in whatever code is running. An extension that is handling its
+    own error, or converting an array, may report a RuntimeError or a SystemError
+    instead. Outside the main thread, which alone receives signals, it does nothing.
     """
     handlers = _handlers()
     raised: list[int] = []

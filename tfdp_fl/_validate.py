@@ -111,6 +111,19 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
     return value
 
 
+def exactly(type_: type, way_out: str = "", /, **checked: Any) -> Any:
+    """Returns a value of a type and of no subclass, or raises.
+
+    It is for objects from which a cost is read: a subclass may do something else.
+    """
+    name, value = _unpack(checked)
+    if type(value) is not type_:
+        raise TypeError(
+            f"{name} must be a {type_.__name__} itself, got {_show(value)}{way_out}."
+        )
+    return value
+
+
 def _show(value: object) -> str:
     """Returns a value in bounded length; of what may hold examples, the type."""
     if not isinstance(value, bool | int | float | str | type | None):

@@ -15,9 +15,9 @@ what to charge. Nothing else calls `release`. The rules:
 
 1. Own data only. `make_record` gets one client's update, computed from its own examples
    in a program chosen by their number (engine/layout.py), and what the server sent.
-2. One door. `query.clip` clips an update, and makes it zero if it still exceeds the
-   mechanism's bounds (mechanisms/records.py; side by side: engine/side_by_side.py);
-   `add` checks shapes. (TF-Privacy's queries and local mechanisms bound their own.)
+2. One door. `query.clip` clips an update, and replaces it by zero if it still exceeds
+   the mechanism's bounds (mechanisms/records.py; engine/side_by_side.py); `add` checks
+   shapes. (TF-Privacy's queries and local mechanisms enforce their own bounds.)
 3. Exact sums. `CohortQuery.to_grid` (side by side: `_sum_of`) rounds a record to a grid
    on which float64 or int32 adds exactly; clients' noise and weights are not rounded.
 4. The charge covers what could have happened. It follows from the cohort drawn, which
@@ -45,7 +45,7 @@ class Server(Protocol):
     """The party that holds the model: Keras's `fit`, or a Flower server."""
 
     def charges_first(self, cohort: Cohort) -> bool:
-        """Whether to pay before clients are asked, as abandoning reveals something."""
+        """Whether to pay before asking clients: abandoning would reveal something."""
 
     def abandons(self, collected: Collected) -> bool:
         """Returns whether too few clients answered for a release."""
@@ -113,7 +113,7 @@ def make_record(
     update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)
     if mechanism.client_noise is not None:  # Local: each adds full noise.
-        stddev = mechanism.client_noise(params, client, query.deployment)
+        stddev = mechanism.client_noise(params, client, query.context)
         return record._replace(update=noise.add_normal(record.update, stddev))
     if mechanism.noise_site == NoiseSite.CLIENT:  # m shares make the full noise.
         return query.add_noise_share(params, record)
@@ -132,7 +132,7 @@ def release(
       query: The mechanism's query.
       total: The sum of the records.
       state: The round's state.
-      charged: The result of `query.paid_for`: the sum of (bound / stddev)^2.
+      charged: The largest sum of (bound / stddev)^2 paid for (`query.paid_for`).
 
     Raises:
       InvalidArgumentError: The noise is less than what a central guarantee paid for.
@@ -143,7 +143,7 @@ def release(
     if mechanism.trust_model == TrustModel.CENTRAL:
         assertions = query.check_noise(public, charged, stddevs)
         total = cohort_query.after_assertions(assertions, total)
-        weight = query.deployment.expected_weight(state.clients_per_round)
+        weight = query.context.expected_weight(state.clients_per_round)
     update, sums, memory = query.add_noise(total, state, stddevs)
     mean = query.divide(update, weight, public)
     clip_norm = mechanism.next_clip_norm(sums, public)

@@ -38,9 +38,9 @@ class CanaryAudit:
 
     Andrew et al. (2023), "One-shot Empirical Privacy Estimation for Federated
     Learning" (https://arxiv.org/abs/2302.03098): along with the clients, canaries take
-    part. Each one's update is a random direction, scaled to the clip. How much of its
-    direction is found in the model shows how well an attacker who knows the direction
-    can tell that the canary took part. The attacker also knows the other canaries'
+    part. Each canary's update is a random direction, scaled to the clip. How much of
+    it is found in the model shows how well an attacker who knows the direction can tell
+    that the canary took part. The attacker also knows the other canaries'
     contributions and removes them.
 
     It is an estimate of the success of one attack, not a bound. A value far above the

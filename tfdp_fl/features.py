@@ -23,8 +23,8 @@ class OrientedGradients(tf.keras.layers.Layer):
     added up. A cell's histogram is divided by the root of the mean square over
     the blocks of 2 x 2 cells that it is in.
 
-    There is nothing to learn and no state, so a layer in front of a model
-    changes no guarantee, and what private training has to learn is less
+    It has no weights and no state, so putting it in front of a model changes
+    no guarantee and leaves less for private training to learn
     (Tramer and Boneh 2021, "Differentially Private Learning Needs Better
     Features"). Where the same examples are seen often, compute them once:
     `dataset.map(lambda x, y: (layer(x), y))`; a model of dense layers alone
@@ -41,7 +41,7 @@ class OrientedGradients(tf.keras.layers.Layer):
         Args:
           cell: Pixels on each side of a cell.
           directions: How many there are around the circle, at least 2.
-          **options: Those of Keras's `Layer`.
+          **options: Passed to Keras's `Layer`.
 
         Raises:
           TypeError, ValueError: An argument is not allowed.

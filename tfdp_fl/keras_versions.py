@@ -1,8 +1,8 @@
-"""The one file that knows Keras from inside, and which Keras it is.
+"""The only module that depends on Keras's internals and on its version.
 
-Everything else says `tf.keras`. The front is for Keras 3. In TFF's environment
-`tf.keras` is Keras 2, of which only what `tfdp_fl.keras.functional_models` needs
-is answered here.
+All other modules use the public `tf.keras`. `tfdp_fl.keras` is for Keras 3. In TFF's
+environment, `tf.keras` is Keras 2, of which only what
+`engine.tff_models` needs is supported here.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def layers_of(
 
 
 def restore_classes(model: tf.keras.Model) -> None:
-    """Has Keras 2 forget that a model of these layers was made in a graph.
+    """Undoes what Keras 2 does to its classes when a model is made in a graph.
 
-    It exchanges the base classes of models and layers there, for the process, and
-    the next model that is made outside of a graph exchanges them back.
+    It replaces the base classes of models and layers, for the whole process, until
+    another model is made outside a graph.
     """
     tf.keras.models.clone_model(model)
 

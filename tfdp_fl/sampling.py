@@ -8,9 +8,9 @@ seed and the number of the draw.
 Cohorts are sorted by position, which reveals nothing about how they were drawn.
 
     cohort = sampler.draw()
-    ...                                        # Train cohort.positions, noise, charge
-    charge = sampler.charge(cohort, event)     # what could have happened,
-    sampler.release(cohort)                    # and release; or abandon(cohort).
+    ...                                     # Train the clients in cohort.positions.
+    charge = sampler.charge(cohort, event)  # The cost of what could have happened.
+    sampler.release(cohort)                 # Then publish; or abandon(cohort).
 
 A cohort must be settled before the next one is drawn. So no cohort is discarded if its
 sampling does not allow that, and no group takes part again too soon.
@@ -159,7 +159,7 @@ class CohortSampler(abc.ABC):
     sampling: str
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
-    # The attributes in a state that must match, and the further ones that it has.
+    # A state's values that must match the sampler, and those that are restored.
     _config_names: ClassVar[tuple[str, ...]] = (
         "sampling",
         "num_clients",
@@ -278,7 +278,7 @@ class CohortSampler(abc.ABC):
         it then begins.
 
         Args:
-          round_index: The round, from 0: that of the last call, or the next one.
+          round_index: The round, from 0: the same as in the last call, or the next.
 
         Returns:
           Int64 [size], sorted.
@@ -332,8 +332,7 @@ class CohortSampler(abc.ABC):
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
         """Returns planned rounds' distinct costs with counts, for one m and event."""
-        kinds = [self.charge(t, event) for t in rounds[:1]]
-        return [(kind, len(rounds)) for kind in kinds]
+        return [(self.charge(t, event), len(rounds)) for t in rounds[:1]]
 
     def _pass_fields(self, round_index: int) -> Json:
         """Returns a participation's fields for the round's size and pass."""
@@ -432,7 +431,7 @@ class PoissonSampler(CohortSampler):
 
 
 class FixedSizeSampler(CohortSampler):
-    """Exactly m of the N clients, with every such cohort equally likely.
+    """Draws exactly m of the N clients; all such cohorts are equally likely.
 
     If cohorts are abandoned because a client in them failed, this reveals who was in
     the others: if f clients fail, the released cohorts were drawn from N - f clients.
@@ -461,7 +460,7 @@ class FixedSizeSampler(CohortSampler):
         """See base class."""
         if cohort.participation.is_amplified and not self.may_abandon:
             raise RuntimeError(
-                "A cohort of a fixed size cannot be abandoned, because that tells who "
+                "A fixed-size cohort cannot be abandoned, as that would reveal who "
                 "is in the others: release the round without the clients that failed, "
                 "run it again, or make the sampler with may_abandon=True, which makes "
                 "every round cost more."
@@ -481,7 +480,7 @@ class FixedSizeSampler(CohortSampler):
 
 
 class PassSampler(CohortSampler):
-    """Cohorts in passes; a key determines each client's only round in a pass."""
+    """Draws cohorts in passes; a key sets the one round of each client in a pass."""
 
     _state_names: ClassVar[tuple[str, ...]] = ("key", "partition")
 
@@ -538,7 +537,7 @@ class PassSampler(CohortSampler):
 
 
 class RandomAllocationSampler(PassSampler):
-    """Each client, independently and in secret, in one of the t rounds of a pass.
+    """Puts each client in one of a pass's t rounds, independently and in secret.
 
     With t = floor(N/m), N/t clients are expected in each round; a cohort's size is
     binomial and may be 0. A client's round depends only on the secret key, the pass and
@@ -572,11 +571,8 @@ class RandomAllocationSampler(PassSampler):
     def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         fields = self._pass_fields(round_index)
-        pass_start, t = (
-            fields["pass_index"],
-            round(self.num_clients / fields["clients_per_round"]),
-        )
-        stream = (t, *self._salt_of(pass_start))
+        t = round(self.num_clients / fields["clients_per_round"])
+        stream = (t, *self._salt_of(fields["pass_index"]))
         if self._order is None or self._order[0] != stream:
             secret = self._key if self.seed is None else f"seed {self.seed}"
             text = f"{secret} {_STREAM} {stream}"
@@ -654,7 +650,7 @@ class NamedAllocation:
 
 
 class ShuffledSampler(PassSampler):
-    """Every client exactly once per pass, in an order drawn for each pass.
+    """Draws every client exactly once per pass, in a new order for each pass.
 
     A cohort never straddles two passes: if m does not divide N, the last cohort of a
     pass has the remaining clients. `expected_cohort_size` returns its size. No

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-# What a JSON file can hold, settings by name.
+# A JSON object.
 Json = dict[str, Any]
 
 
@@ -26,7 +26,7 @@ class TrustModel(Term):
     """Against whom a guarantee holds."""
 
     CENTRAL = "central"  # The server is trusted.
-    LOCAL = "local"  # Nobody is: what leaves a client has its noise.
+    LOCAL = "local"  # Only the client itself: noise is added before anything is sent.
     NONE = "none"  # No guarantee.
 
 
@@ -41,8 +41,8 @@ class NoiseSite(Term):
     """Who adds the noise."""
 
     SERVER = "server"
-    CLIENT = "client"  # Each of m clients its share; exactly m have to answer.
-    EVERY_CLIENT = "every client"  # Each client for itself.
+    CLIENT = "client"  # Each of m clients adds a share; exactly m must answer.
+    EVERY_CLIENT = "every client"  # Each client adds the full noise.
 
 
 class Sampling(Term):

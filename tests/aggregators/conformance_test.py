@@ -121,7 +121,7 @@ class _Growing(tfdp_fl.mechanisms.Mechanism):
     clip_norm: float = 1.0
     noise_multiplier: float = 2.0
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         return {"update": round.noise_multiplier}
 
     def next_clip_norm(self, sums, round):
@@ -138,7 +138,7 @@ class _Quieter(tfdp_fl.mechanisms.Mechanism):
     clip_norm: float = 1.0
     noise_multiplier: float = 10.0
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         share = 1e-3 if tf.is_tensor(round.noise_multiplier) else 1.0
         return {"update": share * round.noise_multiplier * round.clip_norm}
 
@@ -476,8 +476,8 @@ def test_local_clients_of_an_abandoned_round_have_spent_what_they_sent():
         cohort = sampler.draw()
         state = aggregators.with_cohort(state, cohort)
         sampler.abandon(cohort)
-        deployment = tfdp_fl.mechanisms.PrivacyContext(**way, clients_per_round=2)
-        mu_squared = rounds_of_one * float(mechanism.mu_squared(deployment))
+        context = tfdp_fl.mechanisms.PrivacyContext(**way, clients_per_round=2)
+        mu_squared = rounds_of_one * float(mechanism.mu_squared(context))
         expected = accounting.gaussian_epsilon(mu_squared**-0.5, 1e-5)
         assert _epsilon(state, mechanism, **way) == pytest.approx(expected)
 

@@ -43,11 +43,11 @@ def quiet(clip_norm=1.0, clients_per_round=4, noise_multiplier=0.0, **options):
 class _Unasked(mechanisms.FixedClipping):
     """Says right before a round what it costs, which TFF's rounds do not ask."""
 
-    def event_at(self, round_index, deployment, state):
-        return self.round_event(round_index, deployment)
+    def event_at(self, round_index, context, state):
+        return self.round_event(round_index, context)
 
-    def round_event(self, round_index, deployment):
-        return super().round_event(round_index, deployment)
+    def round_event(self, round_index, context):
+        return super().round_event(round_index, context)
 
 
 def test_refuses_mechanisms_whose_cost_would_not_be_asked():
@@ -273,7 +273,7 @@ def _measuring(bound, **parameters):
         def side_statistics(self, norm, round):
             return {"x": bound * tf.ones_like(norm)}
 
-        def noise_stddevs(self, round, deployment):
+        def noise_stddevs(self, round, context):
             z = round.noise_multiplier
             return {"update": z * round.clip_norm, "x": z * bound}
 

@@ -162,7 +162,7 @@ def _query(mechanism, rounds, clients_per_round):
     size = len(rounds[0][0])
     # Two variables, where it is not a layer that is clipped.
     sizes = [size // 2, size - size // 2] if mechanism.scales_updates else [size]
-    deployment = mechanisms.PrivacyContext(
+    context = mechanisms.PrivacyContext(
         clients_per_round=clients_per_round,
         num_clients=20,
         sampling=_sampling(mechanism),
@@ -170,7 +170,7 @@ def _query(mechanism, rounds, clients_per_round):
         num_variables=len(sizes),
         shapes=tuple((part,) for part in sizes),
     )
-    query = mechanism.bind(deployment)
+    query = mechanism.bind(context)
     state, moved = query.initial_global_state(), []
     for updates in rounds:
         answered = [

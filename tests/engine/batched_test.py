@@ -70,11 +70,11 @@ def test_a_batch_without_room_is_halved():
     train = halved._train
     sizes = []
 
-    def with_little_room(pending, chunk, part, thread):
+    def with_little_room(pending, chunk, part):
         sizes.append(len(part.members))
         if sizes[-1] > 2:
             raise tf.errors.ResourceExhaustedError(None, None, "no room")
-        train(pending, chunk, part, thread)
+        return train(pending, chunk, part)
 
     halved._train = with_little_room
     cohorts.assert_close(cohorts.run_round(halved, dataset), expected, rtol=1e-5)

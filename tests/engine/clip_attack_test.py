@@ -291,7 +291,7 @@ class _Wide(tfdp_fl.FixedClipping):
     def scale(self, norm, round):
         return clipping.clip_factor(norm, self.l2_norm_bound(round))
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         return {"update": round.noise_multiplier * self.l2_norm_bound(round)}
 
 

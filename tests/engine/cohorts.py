@@ -73,7 +73,7 @@ def make_engine(
         jit_compile=jit_compile,
         **(training or {}),
     )
-    deployment = PrivacyContext(
+    context = PrivacyContext(
         clients_per_round=dataset.num_clients,
         num_clients=dataset.num_clients,
         sampling="fixed_size",
@@ -81,7 +81,7 @@ def make_engine(
         min_examples=1,
         client_weighting=client_weighting,
     )
-    how = {"training": made, "deployment": deployment, **usual, **options}
+    how = {"training": made, "context": context, **usual, **options}
     spec = dataset.element_spec
     with mock.patch.object(devices, "clients_per_call", lambda *_: at_once):
         return engine.CohortEngine(model=model, element_spec=spec, **how)

@@ -60,7 +60,7 @@ def _round(dataset, *, count=1, engine=None, **inputs):
 
 def test_noise_that_is_another_than_was_charged_is_not_released():
     class Own(tfdp_fl.FixedClipping):
-        def noise_stddevs(self, round, deployment):
+        def noise_stddevs(self, round, context):
             z = round.noise_multiplier
             return {"update": round.clip_norm * (z if isinstance(z, float) else z / 2)}
 
@@ -235,16 +235,41 @@ def test_a_cohort_whose_every_client_fails_in_xla_is_pure_noise():
     model, engine = _engine(jit_compile=True)
     train = engine._train
 
-    def fail(pending, chunk, part, thread=0):
+    def fail(pending, chunk, part):
         if part.strategy.xla:
             raise tf.errors.InternalError(None, None, "it")
-        train(pending, chunk, part, thread)
+        return train(pending, chunk, part)
 
     with mock.patch.object(engine, "_train", fail):
         moved, logs = _round(
             cohorts.dataset((10, 5)), engine=(model, engine), noise_multiplier=1.0
         )
     assert np.any(moved) and np.isnan(logs["loss"])
+
+
+def test_nobody_is_added_twice_after_an_error_between_two_sums():
+    # The part was trained and added again: the sum moved by 2.9 S.
+    dataset, (model, engine) = cohorts.dataset((5,) * 8), _engine(jit_compile=False)
+    before = model.get_weights()
+    add, calls = cohort.ThreadSum.add, []
+
+    def add_once(self, *arguments):
+        add(self, *arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            raise tf.errors.ResourceExhaustedError(None, None, "no memory")
+
+    with (
+        mock.patch.object(layout, "CHUNK_BYTES", 1),
+        mock.patch.object(cohort.ThreadSum, "add", add_once),
+        pytest.raises(tf.errors.ResourceExhaustedError),
+    ):
+        cohorts.run_round(engine, dataset)
+    cohorts.assert_close(model.get_weights(), before, atol=0)
+    # Whatever would add a client again is refused.
+    pending = cohorts.collect(engine, dataset)
+    with pytest.raises(RuntimeError, match="added to a round's sum twice"):
+        pending.add(np.array([3]), None)
 
 
 def test_sums_that_are_written_in_place_have_the_same_bits():

@@ -118,8 +118,8 @@ def _engine(name):
     if options.pop("noise_generator", None):
         bind = _FIXED.bind
 
-        def exactly(deployment):
-            return bind(dataclasses.replace(deployment, noise_generator="exact"))
+        def exactly(context):
+            return bind(dataclasses.replace(context, noise_generator="exact"))
 
         usual["mechanism"] = mock.Mock(wraps=_FIXED, bind=exactly)
     engine = cohorts.make_engine(model, dataset, **{**usual, **options})
@@ -233,7 +233,7 @@ def _flower(mechanism):
         )
 
     def total(positions):
-        plan = history.ReleasedRound(1, 0.3, len(positions), None)
+        plan = history.ChargedRound(1, 0.3, len(positions), None)
         where = mechanisms.PrivacyContext(clients_per_round=10)
         this = mechanisms.RoundState(0.3, 1.0, 10.0)
         asked = dict.fromkeys(range(10))

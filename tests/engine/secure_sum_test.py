@@ -83,7 +83,7 @@ def test_a_sum_in_floating_point_is_off_by_no_more_than_is_said(members):
 class _WithSum(tfdp_fl.FixedClipping):
     side_bounds = {"count": 0.3}  # noqa: RUF012
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         return {"update": round.noise_multiplier * round.clip_norm, "count": 1.0}
 
     def side_statistics(self, norm, round):

@@ -33,7 +33,7 @@ def _squares(made):
 
 
 def _spent(strategy):
-    return sum(r.charge.noise_multiplier**-2 for r in strategy.released_rounds)
+    return sum(r.charge.noise_multiplier**-2 for r in strategy.charged_rounds)
 
 
 def _epsilon(spent):
@@ -100,7 +100,7 @@ def test_clients_have_names_that_stay_before_anybody_is_asked_or_charged():
         made = _private(client_of=wrong)
         with pytest.raises(TypeError, match="client_of must return strings"):
             _run(made, _grid(), 1)
-        assert made.released_rounds == ()
+        assert made.charged_rounds == ()
     with pytest.raises(TypeError, match="client_of must be a function"):
         _private(client_of="name")
     # A round is of those who were drawn, whatever they are called since.
@@ -119,7 +119,7 @@ def test_nobody_comes_more_often_than_allowed_and_no_round_passes_the_budget():
     assert len({node for cohort in asked for node in cohort}) == _N
     assert fm.configured(made, grid, record, 4) == []
     assert made.aggregate_train(4, []) == (None, None)
-    assert len(made.released_rounds) == 3
+    assert len(made.charged_rounds) == 3
     assert _spent(made) == pytest.approx(_squares(made)[:3].sum())
     squares = np.cumsum(_squares(_private()))
     limit = accounting.gaussian_epsilon(((squares[3] + squares[4]) / 2) ** -0.5, _DELTA)

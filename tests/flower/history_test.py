@@ -32,10 +32,10 @@ def _private(mechanism=fm.NOISY, **options):
 
 def _run(strategy, rounds, first=1):
     """Runs rounds; returns how many were released."""
-    before = len(strategy.released_rounds)
+    before = len(strategy.charged_rounds)
     for server_round in range(first, first + rounds):
         fm.a_round(strategy, _GRID, _MODEL, server_round)
-    return len(strategy.released_rounds) - before
+    return len(strategy.charged_rounds) - before
 
 
 def _central(rounds, z=1.0):
@@ -72,6 +72,29 @@ def test_a_run_that_ends_early_has_the_epsilon_of_what_was_planned(sampling):
         _run(strategy, 3 if number == 1 else 1, number)
     report = strategy.privacy_report(_DELTA, "pld")
     assert report["planned_rounds"] is report["epsilon_of_planned_rounds"] is None
+
+
+class _LessAndLess(tfdp_fl.FixedClipping):
+    """The noise of a pass of two rounds is below that of the pass before."""
+
+    def noise_multiplier_at(self, round_index):
+        return self.noise_multiplier / (1 + round_index // 2)
+
+    def round_event(self, round_index, context):
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier_at(round_index))
+
+
+def test_planned_passes_cost_what_their_own_rounds_do():
+    # They were priced by the events of the next rounds: 2.1 planned, 5.5 charged.
+    mechanism = _LessAndLess(clip_norm=1.0, noise_multiplier=4.0)
+    strategy = _private(mechanism, sampling="random_allocation", rounds=6)
+    planned = [strategy.privacy_report(_DELTA)["epsilon_of_planned_rounds"]]
+    for number in range(1, 7):
+        _run(strategy, 1, number)
+        report = strategy.privacy_report(_DELTA)
+        planned.append(report["epsilon_of_planned_rounds"] or np.inf)
+    assert report["epsilon"] > 0
+    assert min(planned) >= report["epsilon"] * (1 - 1e-9)
 
 
 def test_epsilon_is_that_of_the_rounds_released():
@@ -204,7 +227,7 @@ def test_each_round_is_on_the_disk_before_it_is_released(path):
     contents = accounting.PrivacyLedger.read(path)
     assert contents.epsilon(_DELTA) == pytest.approx(_central(3))
     clips = [entry.details["clip_norm"] for entry in contents.entries]
-    assert clips == [r.clip_norm for r in strategy.released_rounds]
+    assert clips == [r.clip_norm for r in strategy.charged_rounds]
     assert [e.round_index for e in contents.entries] == [0, 1, 2]
     assert [e.cohort_size for e in contents.entries] == [3] * 3
 
@@ -212,7 +235,7 @@ def test_each_round_is_on_the_disk_before_it_is_released(path):
 def test_what_cannot_be_written_is_not_released(path):
     strategy = _private(_ADAPTIVE, ledger=path)
     _run(strategy, 1)
-    before = strategy.released_rounds, strategy.clip_norm
+    before = strategy.charged_rounds, strategy.clip_norm
     full = ledger_lib.LedgerWriteError("disk full")
     with (
         mock.patch.object(ledger_lib.PrivacyLedger, "record", side_effect=full),
@@ -220,7 +243,7 @@ def test_what_cannot_be_written_is_not_released(path):
     ):
         _run(strategy, 1, 2)
     assert len(strategy.strategy.handed) == 1
-    assert (strategy.released_rounds, strategy.clip_norm) == before
+    assert (strategy.charged_rounds, strategy.clip_norm) == before
     # A round in which all fail is noise: not to release it tells who was drawn.
     fm.configured(strategy, _GRID, _MODEL, 3)
     assert strategy.aggregate_train(3, [])[0] is not None
@@ -360,7 +383,7 @@ def test_a_reply_beside_all_others(change, rejected, mechanism, on_client_failur
     got, _ = _round(strategy, _grid(change=change))
     assert got is not None
     assert strategy.rejected_replies == rejected
-    (released,) = strategy.released_rounds
+    (released,) = strategy.charged_rounds
     assert (released.num_replies, released.charge.clients_per_round) == (4, 4)
 
 
@@ -419,7 +442,7 @@ def test_fewer_nodes_than_declared(caplog):
     assert _round(strategy, few, 3) == (None, None)
     assert few.sent == []
     assert "8, got 9" in caplog.text
-    assert len(strategy.released_rounds) == 1
+    assert len(strategy.charged_rounds) == 1
 
 
 @pytest.mark.parametrize("rule", ["abort", "exclude"])
@@ -430,7 +453,7 @@ def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
     # Of another round no replies ever came.
     for number in (2, 3):
         fm.configured(strategy, _GRID, _MODEL, number)
-    first, second, *begun = strategy.released_rounds
+    first, second, *begun = strategy.charged_rounds
     # The third is charged before anybody is asked: this process may end.
     assert len(begun) == (rule == "abort")
     assert (got is not None) == first.is_released == (rule == "exclude")
@@ -454,7 +477,7 @@ def test_an_abandoned_round_is_charged_whatever_the_budget():
     grid = fm.Grid({i: fm.adds([np.zeros(3)]) for i in range(40)})
     begun = [bool(fm.configured(strategy, grid, _MODEL, t)) for t in range(1, 4)]
     assert begun == [True, False, False]
-    (abandoned,) = strategy.released_rounds
+    (abandoned,) = strategy.charged_rounds
     assert abandoned.charge.known_selection
     assert strategy.privacy_epsilon() > 1.0
 
@@ -474,6 +497,6 @@ def test_a_round_in_which_all_fail_is_noise(mechanism):
     got, _ = strategy.aggregate_train(1, [])
     # (It started from zeros, and a round moves it by z S / m.)
     assert all(np.abs(array).max() < 1e6 for array in fm.arrays(got))
-    (released,) = strategy.released_rounds
+    (released,) = strategy.charged_rounds
     assert (released.num_replies, released.is_released) == (0, True)
     assert 0 <= strategy.clip_norm < 1e6

@@ -134,7 +134,7 @@ def test_a_hostile_reply_is_left_out_and_the_others_stay(change):
     wanted[hostile] = 0
     np.testing.assert_allclose(got, wanted)
     assert strategy.rejected_replies == 1
-    (released,) = strategy.released_rounds
+    (released,) = strategy.charged_rounds
     assert released.num_replies == 3
     assert len(strategy.strategy.handed[0]) == 1
 
@@ -189,7 +189,7 @@ def test_the_noise_and_divisor_of_the_others_stay_the_planned_ones():
     strategy = fm.private(fm.NOISY, 4)
     got = _moved(strategy, [_ZEROS] * 4, silent=_SILENT)
     statistics.assert_gaussian(np.ravel(got), 0.5 / 4)
-    assert [released.num_replies for released in strategy.released_rounds] == [2]
+    assert [released.num_replies for released in strategy.charged_rounds] == [2]
 
 
 def test_shares_of_noise_need_everybody():
@@ -200,7 +200,7 @@ def test_shares_of_noise_need_everybody():
     changed = _claims(src_node_id=99)
     assert _moved(strategy, [[1.0, 0]] * 4, changed, number=2) is None
     # Nothing was released. But shares with less noise have arrived.
-    assert [each.is_released for each in strategy.released_rounds] == [False] * 2
+    assert [each.is_released for each in strategy.charged_rounds] == [False] * 2
     report = strategy.privacy_report(1e-5)
     spent = accounting.gaussian_epsilon(8**-0.5, 1e-5)  # One replaced by another.
     assert report["epsilon"] == pytest.approx(spent)
@@ -229,7 +229,7 @@ def test_replies_without_their_round_are_refused():
     for number, refused in ((2, True), (1, False), (1, True)):
         with pytest.raises(RoundNotConfiguredError) if refused else nullcontext():
             strategy.aggregate_train(number, replies)
-    assert len(strategy.released_rounds) == 1
+    assert len(strategy.charged_rounds) == 1
     # A round without clients is none.
     with mock.patch.object(strategy.strategy, "configure_train", lambda *_: []):
         assert fm.a_round(strategy, _grid([]), start, 2) == (None, None)
@@ -260,24 +260,24 @@ class _Elsewhere(mechanisms.Mechanism):
     scales_updates = False
     describe = bind = None
 
-    def round_event(self, round_index, deployment):
+    def round_event(self, round_index, context):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
 class _Laplace(tfdp_fl.FixedClipping):
     """Its cost is no Gaussian's, though its event has a noise multiplier."""
 
-    def round_event(self, round_index, deployment):
+    def round_event(self, round_index, context):
         return dp_accounting.LaplaceDpEvent(1.0)
 
 
 class _Unasked(tfdp_fl.FixedClipping):
     """Says right before a round what it costs, which Flower's rounds do not ask."""
 
-    def event_at(self, round_index, deployment, state):
+    def event_at(self, round_index, context, state):
         return dp_accounting.GaussianDpEvent(0.1)
 
-    def round_event(self, round_index, deployment):
+    def round_event(self, round_index, context):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
@@ -314,7 +314,7 @@ def test_one_model_for_all():
     strategy = fm.private()
     got = strategy.start(_grid([[1.0, 0.0]] * 3), fm.model([0.0, 0.0]), num_rounds=4)
     np.testing.assert_allclose(fm.arrays(got)[0], [4 * 0.5, 0])
-    assert (len(strategy.released_rounds), strategy.sampled) == (4, 3)
+    assert (len(strategy.charged_rounds), strategy.sampled) == (4, 3)
     assert strategy.aggregate_evaluate(1, []) is None
     for wrong in (np.array(["a"]), np.ones(1, np.longdouble)):
         with pytest.raises(ValueError, match="real numbers of at most 64 bits"):
@@ -370,7 +370,7 @@ def test_a_mechanism_of_ones_own_passes_the_same_door_as_everywhere():
     # 1.5 with noise of 0.5: a third of what is charged.
     with pytest.raises(Exception, match="than it is charged"):
         _moved(strategy, np.zeros([4, 4]), number=2)
-    assert len(strategy.released_rounds) == 1  # It is not charged.
+    assert len(strategy.charged_rounds) == 1  # It is not charged.
 
 
 def test_noise_that_shrinks_after_the_charge_is_not_released(monkeypatch):
@@ -415,5 +415,5 @@ def test_a_round_that_a_failing_run_leaves_behind_is_charged():
     strategy = fm.private(fm.NOISY, m=2, n=4, strategy=Fails(2))
     with pytest.raises(RuntimeError, match="the network"):
         strategy.start(_grid(np.eye(4)), fm.model(np.zeros(4)))
-    (left,) = strategy.released_rounds
+    (left,) = strategy.charged_rounds
     assert left.charge.known_selection and not left.is_released

@@ -51,14 +51,14 @@ def test_a_client_of_many_examples_moves_w_by_no_more_than_s_over_m(max_weight, 
     numbers = [1000, 1, 1, 1, 1]
     moved = _moved(strategy, _ONE_OF_FIVE, numbers, max_weight=max_weight, **how)
     np.testing.assert_allclose(moved, [0.2, 0, 0, 0], rtol=0, atol=max_weight * _STEP)
-    assert len(strategy.released_rounds) == 1
+    assert len(strategy.charged_rounds) == 1
 
 
 def test_a_client_that_falls_silent_is_left_out():
     strategy = _fixed(5)
     moved = _moved(strategy, [[0.5, 0, 0, 0]] * 5, gone=[2, 3], max_weight=1.0)
     np.testing.assert_allclose(moved, [0.3, 0, 0, 0], rtol=0, atol=2 * _STEP)
-    (released,) = strategy.released_rounds
+    (released,) = strategy.charged_rounds
     assert released.num_replies == 3
     assert "SecAgg+ added up" in str(strategy.privacy_report(1e-5)["caveats"])
 
@@ -75,19 +75,19 @@ def test_an_average_of_what_is_not_clipped_is_not_released():
         how = {"num_examples": [1] + 3 * [number], "wrapped": [True] + 3 * [False]}
         moved = _moved(strategy, _ONE_OF_FIVE[:4], **how, max_weight=1.0)
         assert not moved.any()
-        assert (strategy.released_rounds, strategy.rejected_replies) == ((), 3)
+        assert (strategy.charged_rounds, strategy.rejected_replies) == ((), 3)
     # Nor where the server was to clip: the fourth would move it by 1, and S is 0.001.
     median = tfdp_fl.MedianClipping(noise_multiplier=0.0)
     strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median, secagg_step=1e-6)
     with pytest.raises(ValueError, match=r"mechanism must be .* with SecAgg"):
         _moved(strategy, [[4.0], *3 * [[0.001]]], max_weight=1.0)
-    assert strategy.released_rounds == ()
+    assert strategy.charged_rounds == ()
 
 
 def test_what_secagg_rounds_is_charged():
     strategy = _fixed(4, 1.0, step=1e-3)
     _moved(strategy, np.zeros((4, 10_000)))
-    (released,) = strategy.released_rounds  # A client adds up to 1 + 100 * 1e-3.
+    (released,) = strategy.charged_rounds  # A client adds up to 1 + 100 * 1e-3.
     assert released.charge.noise_multiplier == pytest.approx(1 / 1.1)
     with pytest.raises(ValueError, match=r"secagg_step must be given .* got None"):
         _moved(_fixed(4, 1.0, step=None), np.zeros((4, 10)))
@@ -107,13 +107,13 @@ def test_without_the_mod_in_its_place_nothing_is_released():
     strategy = _fixed(3)
     with pytest.raises(Exception, match="dpfedavg_clip_norm"):
         _moved(strategy, [[5.0, 0]] * 3, wrapped=False, before=[private_mod])
-    assert strategy.released_rounds == ()
+    assert strategy.charged_rounds == ()
     # Shares of noise are said to be applied.
     zeros = np.zeros((4, 1000))
     for how, released in ((_WITH_MOD, 1), ({"wrapped": False}, 0)):
         strategy = _fixed(4, 1.0, by_server=False)
         moved = _moved(strategy, zeros, **how)
-        assert len(strategy.released_rounds) == released
+        assert len(strategy.charged_rounds) == released
         assert moved.any() == bool(released)
 
 
@@ -134,7 +134,7 @@ def test_flowers_own_server_ends_on_a_budget_and_silence_releases_nothing():
     strategy = DPFedAvgFixed(inner, 6, 0.5, num_clients=12, **budget)
     server(strategy).fit(num_rounds=30, timeout=None)
     assert 30.0 < strategy.privacy_epsilon() <= 40.0
-    assert len(strategy.released_rounds) < 30
+    assert len(strategy.charged_rounds) < 30
     assert strategy.stopped_before_round == 30
 
     strategy = DPFedAvgFixed(inner, 6, 0.5)
@@ -142,7 +142,7 @@ def test_flowers_own_server_ends_on_a_budget_and_silence_releases_nothing():
     for proxy in silent.client_manager().all().values():
         proxy.client = None  # All of them raise.
     silent.fit(num_rounds=3, timeout=None)
-    assert strategy.released_rounds == ()
+    assert strategy.charged_rounds == ()
 
 
 def test_what_does_not_average_is_refused_by_name():
@@ -210,7 +210,7 @@ def test_what_does_not_average_is_refused_and_start_ends_on_the_budget():
     private = fm.private(fm.NOISY, 3, 12, _of_messages(), **budget)
     start = {"initial_arrays": fm.model(np.zeros(2)), "num_rounds": 7}
     result = private.start(grid=_grid([[1.0, 0]] * 12), **start)
-    assert len(private.released_rounds) == 4
+    assert len(private.charged_rounds) == 4
     assert result.arrays is not None
 
 

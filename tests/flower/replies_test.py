@@ -45,7 +45,7 @@ _ZIPPED = _written(np.savez, np.zeros(3))
 
 def test_numbers_that_underflow_end_no_round_where_numpy_is_told_to_raise():
     mechanism = mechanisms.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
-    sent, plan = [np.zeros(4)], history.ReleasedRound(1, 0.3, 3, None)
+    sent, plan = [np.zeros(4)], history.ChargedRound(1, 0.3, 3, None)
     configured = sums.ConfiguredRound(
         *(sent, dict.fromkeys(range(10)), plan, mechanism),
         mechanisms.PrivacyContext(clients_per_round=10),
@@ -204,5 +204,5 @@ def test_whole_rounds_of_mutated_replies(caplog):
                 assert np.all(np.isfinite(replies.parse_npy(tensor, shape)))
 
     run()
-    assert 100 <= len(strategy.released_rounds) <= 999
+    assert 100 <= len(strategy.charged_rounds) <= 999
     assert strategy.rejected_replies > 1000

@@ -37,7 +37,7 @@ def test_what_a_hundred_rounds_of_a_thousand_nodes_cost(way, epsilon):
         if way == "random_allocation":
             place = strategy._allocation.draw(())[1]
         who = dataclasses.replace(strategy._participation, **place)
-        event = fm.NOISY.round_event(0, strategy._deployment)
+        event = fm.NOISY.round_event(0, strategy._context)
         strategy._history._account.central.add(who.charge(event))
     assert strategy.privacy_epsilon(1e-5, "pld") == pytest.approx(epsilon, abs=5e-3)
 
@@ -85,7 +85,7 @@ def test_cohorts_of_any_size_are_served_and_empty_ones_are_noise(way):
     rounds = [_asked(strategy, _nodes(4), number) for number in range(1, 61)]
     sizes = [len(asked) for asked, _ in rounds]
     assert min(sizes) == 0 and max(sizes) > 1  # Else with a chance below 1e-7.
-    assert len(strategy.released_rounds) == 60
+    assert len(strategy.charged_rounds) == 60
     # The divisor is what is expected, however many there are.
     statistics.assert_gaussian(np.concatenate([model for _, model in rounds]), 0.5)
     # That is N / t where m does not divide N.
@@ -103,8 +103,8 @@ def test_an_abandoned_round_tells_nothing_of_who_was_drawn(way):
     # Of those without anybody, who could fail, the noise is released.
     assert all((model is None) == bool(asked) for asked, model in models)
     released = sum(not asked for asked, _ in models)
-    assert len(strategy.released_rounds) == released
-    assert all(each.is_released for each in strategy.released_rounds)
+    assert len(strategy.charged_rounds) == released
+    assert all(each.is_released for each in strategy.charged_rounds)
 
 
 def test_a_pass_that_is_not_affordable_is_not_begun():

@@ -217,7 +217,7 @@ def test_a_full_disk_abandons_the_round(path):
     # A ledger that is deleted stops the training.
     with pytest.raises(accounting.LedgerMovedError):
         toy.fit(fed, 3, [ledger, toy.at_end(path.unlink)])
-    assert fed.rounds == fed.spending.rounds == 3
+    assert fed.rounds == fed.account.rounds == 3
 
 
 def test_what_a_directory_of_checkpoints_holds(tmp_path):

@@ -119,10 +119,10 @@ def test_a_server_optimizer_with_the_state_of_other_weights_is_refused():
     first.compile("sgd", toy.loss(), server_optimizer=adam)
     with pytest.raises(ValueError, match="with other trainable layers"):
         toy.fit(first, 1)
-    assert first.spending.rounds == first.rounds == 1
+    assert first.account.rounds == first.rounds == 1
     first.compile("sgd", toy.loss(), server_optimizer="adam")
     toy.fit(first, 1)
-    assert first.spending.rounds == first.rounds == 2
+    assert first.account.rounds == first.rounds == 2
 
 
 class _FailsLate(tfdp_fl.FixedClipping):
@@ -131,20 +131,20 @@ class _FailsLate(tfdp_fl.FixedClipping):
     def add_noise(self, update, stddev, memory):
         raise RuntimeError("no noise")
 
-    def round_event(self, round_index, deployment):
+    def round_event(self, round_index, context):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
 class _LocalFailsLate(tfdp_fl.LocalDP):
     """Its clients' noise cannot be traced; its rounds are charged first."""
 
-    def client_noise(self, round, client, deployment):
+    def client_noise(self, round, client, context):
         raise RuntimeError("no noise")
 
-    def mu_squared(self, deployment):
+    def mu_squared(self, context):
         return 1.0
 
-    def round_event(self, round_index, deployment):
+    def round_event(self, round_index, context):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_traced_costs_nothing(mechanism):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no noise"):
             toy.fit(fed, 1)
-        assert fed.spending is None or fed.spending.rounds == 0
+        assert fed.account is None or fed.account.rounds == 0
 
 
 def test_names_are_those_of_keras():

@@ -42,7 +42,7 @@ def _squares(fed):
 
 def _spent(fed):
     """Returns the mu^2 of all charges, to be compared too."""
-    charges = fed.spending.own.items()
+    charges = fed.account.own.items()
     total = sum(count * charge.noise_multiplier**-2 for charge, count in charges)
     return pytest.approx(total)
 
@@ -105,8 +105,8 @@ def test_what_clients_had_part_in_is_kept_where_it_counts():
     state = limited.run.state()
     again = run_lib.Run.from_state(state, limited.run)
     toy.assert_same(
-        [again.spending.per_client.participations],
-        [limited.spending.per_client.participations],
+        [again.account.per_client.participations],
+        [limited.account.per_client.participations],
     )
 
 
@@ -230,7 +230,7 @@ def test_no_noise_is_released_twice(tmp_path, kind):
         ):
             toy.fit(fed, 1, seed=3, audit=audit)
         toy.fit(fed, 1, seed=3)
-    assert fed.spending.rounds == 5
+    assert fed.account.rounds == 5
     assert len(released) == 5
     flat = np.reshape(released, [5, -1])
     # None is a combination of others: as little as this at random in less
@@ -248,10 +248,10 @@ def test_a_broken_release_is_not_saved_by_an_evaluation(tmp_path):
         toy.fit(fed, 2, [keep])
     private = tfdp_fl.PrivateMetrics(bounds=bounds, noise_multiplier=9.0)
     fed.evaluate_clients(toy.clients(), verbose=0, private=private)
-    assert (fed.rounds, fed.spending.rounds) == (2, 3)
+    assert (fed.rounds, fed.account.rounds) == (2, 3)
     toy.fit(resumed, 2, resume_from=tmp_path)
-    assert (resumed.rounds, resumed.spending.rounds) == (4, 5)
-    assert resumed.spending.evaluations == 1
+    assert (resumed.rounds, resumed.account.rounds) == (4, 5)
+    assert resumed.account.evaluations == 1
     assert _memory(resumed)[0] == 2  # A segment of its own.
     squares = _squares(resumed)
     assert squares[:3].sum() + squares[:2].sum() == _spent(resumed)
@@ -266,11 +266,11 @@ def test_other_groups_or_clients_or_a_broken_release_end_the_segment():
     for position in (1, 2):
         toy.fit(fed, 1, data=others, seed=5)
         assert _memory(fed)[0] == position
-    before = fed.spending.rounds
+    before = fed.account.rounds
     with _breaks(fed.engine, "release"), pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 1, data=others, seed=5)
     toy.fit(fed, 1, data=others, seed=5)
-    assert (_memory(fed)[0], fed.spending.rounds) == (1, before + 2)
+    assert (_memory(fed)[0], fed.account.rounds) == (1, before + 2)
     squares = _squares(fed)
     segments = squares[:3], squares[:1], squares[:3], squares[:1]
     assert sum(each.sum() for each in segments) == _spent(fed)

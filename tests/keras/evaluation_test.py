@@ -41,7 +41,7 @@ def test_clients_held_out_are_read_for_validation_alone():
     for client in range(10):
         assert read.count(client) == (1 if client in held.client_ids else 4)
     assert _HELD_OUT in toy.said(fed, 1e-2)
-    assert fed.run.spending.per_client.num_clients == 10 - held.num_clients
+    assert fed.run.account.per_client.num_clients == 10 - held.num_clients
     # Clients that trained at some time are not stated as held out.
     fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
     broken = mock.patch.object(CohortEngine, "release", side_effect=KeyError)
@@ -214,7 +214,7 @@ def test_a_metric_of_several_numbers_and_other_validation_are_refused():
     for given in (None, private):
         with pytest.raises(ValueError, match=message):
             fed.evaluate_clients(toy.clients(), verbose=0, private=given)
-    assert fed.spending.evaluations == 0
+    assert fed.account.evaluations == 0
 
 
 _X, _Y = toy.arrays(20)
@@ -334,7 +334,7 @@ def test_private_metrics_of_ones_own_kind_are_refused():
     own = ByExamples(bounds=_BOUNDS, noise_multiplier=4.0)
     with pytest.raises(TypeError, match="private must be a PrivateMetrics itself"):
         _evaluated(fed, own)
-    assert fed.spending.evaluations == 0
+    assert fed.account.evaluations == 0
 
 
 def test_a_sum_over_many_clients_is_rounded_once():
@@ -395,7 +395,7 @@ def test_a_label_that_is_no_class_ends_nothing():
         # Nor do clients of which not one can be evaluated on; a warning would name one.
         for each in ({3: (x, y)}, {3: (x[:0], y[:0])}):
             assert abs(_evaluated(fed, quiet, each)["num_clients"]) < 0.1
-    assert fed.spending.evaluations == 6
+    assert fed.account.evaluations == 6
 
 
 @pytest.mark.parametrize("held_out", [True, False])
@@ -428,7 +428,7 @@ def test_a_label_that_is_no_class_ends_no_fit_after_its_first_round(held_out):
 def _rounds(fed):
     """Returns what the rounds alone cost."""
     account = accounting.PrivacyAccountant()
-    for charge, count in fed.spending.own.items():
+    for charge, count in fed.account.own.items():
         account.add(charge, count)
     return account
 
@@ -482,7 +482,7 @@ def test_the_line_comes_first_and_the_run_goes_on(tmp_path, ledger):
     for released, callbacks in enumerate(keeps, 1):
         toy.fit(fed, 1, callbacks)
         # In two files, and counted once.
-        assert fed.spending.evaluations == released
+        assert fed.account.evaluations == released
         for each in callbacks:
             assert fed.epsilon(_DELTA) == _told(each)
         _evaluated(fed)
@@ -528,7 +528,7 @@ def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
     interrupted = toy.around(accounting.PrivacyLedger, "record", after=toy.ctrl_c)
     with interrupted, pytest.raises(KeyboardInterrupt):
         _evaluated(fed)
-    assert fed.spending.evaluations == 1
+    assert fed.account.evaluations == 1
     toy.fit(fed, 1, [ledger])
     assert fed.epsilon(_DELTA) == _told(ledger)
 
@@ -564,7 +564,7 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
     with pytest.raises(accounting.LedgerTamperedError):
         toy.fit(other, 3, seed=1, resume_from=cut.parent)
     toy.fit(other, 3, seed=1, resume_from=path)
-    assert other.spending.evaluations == 2
+    assert other.account.evaluations == 2
     assert "rounds_charged_twice" not in other.run.caveats
     rounds = _rounds(other)
     assert rounds.rounds == 3

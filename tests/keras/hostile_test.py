@@ -164,7 +164,7 @@ def test_every_round_moves_by_the_clip_at_most(tmp_path, cap, when, xla):
     failed = np.array(history["failed_clients"])
     assert failed.sum() >= 4
     assert np.all(np.array(norms)[failed > 0] == 0.0)
-    assert fed.spending.rounds == fed.rounds
+    assert fed.account.rounds == fed.rounds
     assert clients.element_spec == spec
 
 

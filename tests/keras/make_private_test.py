@@ -24,11 +24,11 @@ def _make(target=4.0, rounds=30, m=100, **options):
 def _cost(mechanism, sampling="poisson", rounds=30, m=100):
     """Returns epsilon of the rounds, computed anew."""
     planned = {"num_clients": _CLIENTS, "sampling": sampling, "rounds": rounds}
-    deployment = PrivacyContext(clients_per_round=m, **planned)
+    context = PrivacyContext(clients_per_round=m, **planned)
     sampler = sampling_lib.make_sampler(sampling, _CLIENTS, m)
     history = accounting.PrivacyAccountant()
     for t in range(rounds):
-        history.add(sampler.charge(t, mechanism.round_event(t, deployment)))
+        history.add(sampler.charge(t, mechanism.round_event(t, context)))
     return history.epsilon(_DELTA, "rdp")
 
 

@@ -189,15 +189,20 @@ def test_a_client_that_fails():
     history = toy.fit(fed, 2, data=_one_fails(40), seed=1).history
     assert sorted(history["failed_clients"]) == [0.0, 1.0]
     assert history["abandoned_rounds"] == [0.0, 0.0]
-    assert fed.spending.rounds == 2
-    assert "clients_excluded" in fed.privacy_statement(0.1, "dict")["caveats"]
+    assert fed.account.rounds == 2
+    # What may be published is the same as if none had failed.
+    intact = toy.federated(_QUIET, sampling="shuffled", on_client_failure="exclude")
+    toy.fit(intact, 2, data=toy.clients(40), seed=1)
+    statements = [each.privacy_statement(0.1) for each in (fed, intact)]
+    assert statements[0] == statements[1]
+    assert "left out of its round's sum" in statements[0].replace("\n", " ")
     # Where it ends its round, the other one stays.
     fed = toy.federated(sampling="shuffled", on_client_failure="abort")
     history = toy.fit(fed, 2, data=_one_fails(40), seed=1).history
     failed = history["failed_clients"].index(1.0)
     assert history["abandoned_rounds"][failed] == 1.0
     assert math.isnan(history["loss"][failed])
-    assert (fed.rounds, fed.spending.rounds) == (2, 1)
+    assert (fed.rounds, fed.account.rounds) == (2, 1)
     assert fed.privacy_statement(0.1, "dict")["cohort_sizes"]["count"] == 1
 
 
@@ -216,8 +221,8 @@ def test_what_clients_sent_in_abandoned_rounds_is_charged(tmp_path, mechanism, c
     history = toy.fit(fed, 3, [callbacks.Ledger(path)], _one_fails(20)).history
     assert history["abandoned_rounds"] == [1.0] * 3
     toy.assert_same(before, fed)
-    assert fed.spending.rounds == charged
-    assert fed.spending.per_client.max_participations == charged
+    assert fed.account.rounds == charged
+    assert fed.account.per_client.max_participations == charged
     delta = mechanism.implied_delta or _DELTA
     assert (fed.epsilon(delta) > 0) == (charged > 0)
     facts = fed.privacy_statement(delta, "dict")
@@ -239,7 +244,7 @@ def test_that_a_drawn_cohort_was_abandoned_is_charged(tmp_path):
     )
     history = toy.fit(fed, 3, [ledger], clients).history
     assert history["abandoned_rounds"] == [1.0] * 3
-    ((charge, count),) = fed.spending.own.items()
+    ((charge, count),) = fed.account.own.items()
     assert (charge.known_selection, count) == (True, 3)
     known = tfdp_fl.accounting.PrivacyLedger.read(tmp_path / "ledger.jsonl")
     assert known.epsilon(_DELTA) == fed.epsilon(_DELTA) > 0
@@ -319,8 +324,8 @@ class _SmallNorms(tfdp_fl.MedianClipping):
         with _must_be_small(tf.reduce_max(norms)):
             return super().clip_to_cohort(norms, round)
 
-    def round_event(self, round_index, deployment):
-        return super().round_event(round_index, deployment)
+    def round_event(self, round_index, context):
+        return super().round_event(round_index, context)
 
 
 def _with_large_features():
@@ -336,7 +341,7 @@ def test_an_error_in_a_metric_of_exact_sums_ends_nothing():
     fed = toy.federated(fixed, None, 40, compile_options=compiled)
     history = toy.fit(fed, 2, data=_with_large_features()).history
     assert np.isnan(history["small"]).all() and np.isfinite(history["loss"]).all()
-    assert fed.rounds == fed.spending.rounds == 2
+    assert fed.rounds == fed.account.rounds == 2
     fed = toy.federated(fixed, None, 40, compile_options=compiled)
     assert np.isfinite(toy.fit(fed).history["small"]).all()
 
@@ -346,7 +351,7 @@ def test_an_error_of_a_clip_of_the_cohort_is_paid_for():
     fed = toy.federated(median, None, 40)
     with pytest.raises(tf.errors.InvalidArgumentError):
         toy.fit(fed, data=_with_large_features())
-    assert fed.spending.rounds == 1
+    assert fed.account.rounds == 1
 
 
 def test_a_value_too_large_to_share_does_not_end_the_training(capsys):
@@ -376,7 +381,7 @@ def test_a_value_too_large_to_share_does_not_end_the_training(capsys):
     with honest, pytest.warns(UserWarning, match="lacks their noise"):
         assert toy.fit(fed).history["abandoned_rounds"] == [1.0]
     toy.assert_same(before, fed)
-    assert fed.spending.rounds == 1
+    assert fed.account.rounds == 1
     # Of local noise: what each sent has its noise; the mean lacks that of all.
     fed = _secure(tfdp_fl.LocalDP(clip_norm=1e4, noise_multiplier=1.0))
     with pytest.warns(UserWarning, match="7 of 7.*upload zeros"):
@@ -476,7 +481,7 @@ def test_clients_in_another_order_are_refused(mechanism, sampling, why):
     fed = toy.federated(mechanism, None, 40 if mechanism else 20, sampling)
     toy.fit(fed)
     spent, weights = fed.epsilon(1e-3), fed.get_weights()
-    one = fed.spending.max_mu_squared
+    one = fed.account.max_mu_squared
     for wrong, got in ((_OTHERS, "other ids,"), (toy.clients(41), "41")):
         message = f"clients must be the same 40 .*{why}.*got {got}"
         with pytest.raises(ValueError, match=message):
@@ -491,7 +496,7 @@ def test_clients_in_another_order_are_refused(mechanism, sampling, why):
     else:  # A second fit of a local budget keeps its noise, and says so.
         with pytest.warns(RuntimeWarning, match="beyond the 1 rounds .* epsilon=8"):
             toy.fit(fed)
-        assert fed.spending.max_mu_squared == pytest.approx(2 * one)
+        assert fed.account.max_mu_squared == pytest.approx(2 * one)
         assert fed.epsilon(1e-3) > 11.0
 
 

@@ -214,7 +214,7 @@ def test_the_mean_of_those_that_answered_has_the_noise_of_each(gone, answered, o
     else:
         assert not np.any(moves)
     # All that were drawn are charged, as what they sent may have been seen.
-    assert fed.spending.per_client.participations.tolist() == [2] * 5
+    assert fed.account.per_client.participations.tolist() == [2] * 5
     wanted = accounting.gaussian_epsilon(Z / (2 * 2**0.5), 1e-3)
     assert fed.epsilon(1e-3) == pytest.approx(wanted)
 
@@ -238,12 +238,12 @@ def test_a_last_cohort_has_the_noise_for_the_fixed_m():
 class _GrowsWithThePlan(tfdp_fl.FixedClipping):
     """As much noise as makes a fit of any number of rounds cost the same."""
 
-    def noise_stddevs(self, round, deployment):
-        z = round.noise_multiplier * math.sqrt(deployment.rounds or 1)
+    def noise_stddevs(self, round, context):
+        z = round.noise_multiplier * math.sqrt(context.rounds or 1)
         return {"update": z * round.clip_norm}
 
-    def round_event(self, round_index, deployment):
-        z = self.noise_multiplier * math.sqrt(deployment.rounds or 1)
+    def round_event(self, round_index, context):
+        z = self.noise_multiplier * math.sqrt(context.rounds or 1)
         return dp_accounting.GaussianDpEvent(z)
 
 

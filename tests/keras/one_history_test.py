@@ -84,7 +84,7 @@ def test_an_interrupt_while_a_run_is_resumed(tmp_path):
     # A wrapper that resumes brings the cost along.
     second = toy.federated(model=fed.model, sampling="shuffled")
     toy.fit(second, 3, resume_from=tmp_path)
-    assert second.spending.rounds == 3
+    assert second.account.rounds == 3
     for use in (
         lambda: toy.fit(fed, 2),
         lambda: fed.epsilon(_DELTA),
@@ -109,7 +109,7 @@ def test_fits_at_once():
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         errors = [error for error in pool.map(train, range(4)) if error]
-    assert fed.spending.rounds == fed.rounds == 1 + 20 * (4 - len(errors))
+    assert fed.account.rounds == fed.rounds == 1 + 20 * (4 - len(errors))
     assert all("fit" in error for error in errors)
 
 
@@ -125,7 +125,7 @@ def test_a_fit_or_compile_inside_a_fit(kind):
 
     with pytest.raises(RuntimeError, match="while a fit of the same Keras model"):
         toy.fit(fed, 2, callbacks=[toy.at_end(inside, 0)])
-    assert fed.spending.rounds == 1
+    assert fed.account.rounds == 1
     toy.fit(fed, 2)  # The failed one has let go.
 
 
@@ -211,7 +211,7 @@ class _ReadsItsBound(tfdp_fl.mechanisms.Mechanism):
     def scale(self, norm, round):
         return tf.minimum(1.0, _BOUND[0] * round.clip_norm / norm)
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         return {"update": round.noise_multiplier * round.clip_norm}
 
 
@@ -317,14 +317,14 @@ def test_two_models_that_share_a_layer_at_once():
     patch = toy.around(CohortEngine, "collect", after=collected)
     with patch, pytest.raises(ValueError, match="a layer that it shares"):
         toy.fit(fed, 2)
-    assert (fed.spending.rounds, second.spending.rounds) == (0, 2)
+    assert (fed.account.rounds, second.account.rounds) == (0, 2)
     # Layers that are not trained may be shared.
     frozen = tf.keras.layers.Dense(8, trainable=False)
     for _ in range(2):
         layers = [tf.keras.layers.Input((8,)), frozen, tf.keras.layers.Dense(3)]
         fed = toy.federated(model=tf.keras.Sequential(layers))
         toy.fit(fed, 2)
-        assert fed.spending.rounds == 2
+        assert fed.account.rounds == 2
 
 
 def test_a_model_that_replaces_its_variables_stays_whose_it_is():
@@ -398,7 +398,7 @@ def test_a_fit_that_ends_waits_for_a_charge_of_another_thread(tmp_path):
         toy.fit(fed, 1, [ledger, waits])
         waits.thread.join()
     lines = accounting.PrivacyLedger.read(tmp_path / "ledger").entries
-    assert len(lines) == fed.spending.rounds + fed.spending.evaluations == 2
+    assert len(lines) == fed.account.rounds + fed.account.evaluations == 2
     # A fit without the callback keeps the ledger as well.
     toy.fit(fed, 1)
     assert len(accounting.PrivacyLedger.read(ledger.path).entries) == 3
@@ -411,7 +411,7 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
     ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
     evaluates = toy.at_end(lambda: _evaluate(fed), 1, when)
     toy.fit(fed, 4, [budget, ledger, evaluates])
-    assert fed.spending.evaluations == 1
+    assert fed.account.evaluations == 1
     assert fed.rounds < 4
     assert fed.epsilon(_DELTA) <= most
     told = accounting.PrivacyLedger.read(ledger.path).epsilon(_DELTA)
@@ -445,4 +445,4 @@ def test_a_budget_serves_one_fit_at_a_time_and_its_model_s_evaluations():
     toy.fit(other, 1, [budget])
     with pytest.raises(ValueError, match="now belongs to another model"):
         _evaluate(fed)
-    assert fed.spending.evaluations == 0
+    assert fed.account.evaluations == 0

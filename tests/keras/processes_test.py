@@ -117,7 +117,7 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     buffers = [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers]
     np.savez(
         path / "end.npz",
-        spent=sum(n * c.noise_multiplier**-2 for c, n in fed.spending.own.items()),
+        spent=sum(n * c.noise_multiplier**-2 for c, n in fed.account.own.items()),
         position=memory.position.numpy(),
         buffers=np.concatenate(buffers, 1),
     )
@@ -226,7 +226,7 @@ def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
         pytest.raises(ValueError, match="resume from its directory"),
     ):
         toy.fit(slower, 6, keep * saves, resume_from=tmp_path)
-    assert slower.spending.rounds == slower.rounds
+    assert slower.account.rounds == slower.rounds
     assert len(_entries(tmp_path)) == 6
     # The faster one's checkpoints are as they were.
     assert (tmp_path / "round-00000006.npz").exists()
@@ -262,4 +262,4 @@ def test_neither_an_evaluation_nor_another_ledger_makes_rounds_known(tmp_path):
     run.rename(tmp_path / "away")
     with pytest.warns(RuntimeWarning, match="is missing"):
         toy.fit(fed, 2, both()[1:])
-    assert (fed.rounds, fed.spending.rounds) == (4, 2 + 2 + 2)
+    assert (fed.rounds, fed.account.rounds) == (4, 2 + 2 + 2)

@@ -64,7 +64,7 @@ def test_everybody_takes_part_once_a_pass_and_each_pass_is_charged_whole(drawn):
     # A mean is divided by the expected size, N / t, of m that does not divide N.
     fed = _allocated(m=12)
     toy.fit(fed)
-    assert fed.run.deployment.cohort_size(0) == pytest.approx(40 / 3)
+    assert fed.run.context.cohort_size(0) == pytest.approx(40 / 3)
     assert fed.epsilon(_DELTA) == _planned(1, m=12)
 
 
@@ -78,7 +78,7 @@ def test_everybody_takes_part_once_a_pass_and_each_pass_is_charged_whole(drawn):
 def test_what_a_round_releases_costs_what_it_does_elsewhere(mechanism):
     fed = toy.federated(mechanism, None, 10, _ALLOCATION, accountant="pld")
     toy.fit(fed, 2)
-    z = next(iter(fed.spending.own)).noise_multiplier
+    z = next(iter(fed.account.own)).noise_multiplier
     assert fed.epsilon(_DELTA) == pytest.approx(_planned(1, z), rel=1e-9)
 
 
@@ -86,8 +86,8 @@ def test_a_client_s_own_noise_is_charged_once_a_pass():
     mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0)
     fed = toy.federated(mechanism, None, 10, _ALLOCATION)
     toy.fit(fed, 9)
-    assert fed.spending.per_client.max_participations in (2, 3)
-    assert fed.spending.per_client.participations.min() == 2
+    assert fed.account.per_client.max_participations in (2, 3)
+    assert fed.account.per_client.participations.min() == 2
     assert fed.privacy_statement(_DELTA, "dict")["central_epsilon"] is None
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_resumed_in_mid_pass_allocates_the_rest_anew(
         toy.fit(resumed, 4, seed=seed, resume_from=path)
     assert len({each.participation.partition for each in drawn}) == 3
     assert max(np.bincount([each.round_index for each in drawn])) == 3
-    (event,) = {charge.event for charge in first.spending.own}
+    (event,) = {charge.event for charge in first.account.own}
     expected = accounting.PrivacyAccountant(
         each.participation.charge(event) for each in drawn
     ).epsilon(_DELTA, "pld")
@@ -152,7 +152,7 @@ def test_other_clients_or_another_seed_begin_a_pass_of_their_own(drawn):
     assert who.clients_per_round == 45 / 4
     expected = accounting.PrivacyAccountant()
     for each in drawn:
-        expected.add(each.participation.charge(next(iter(fed.spending.own)).event))
+        expected.add(each.participation.charge(next(iter(fed.account.own)).event))
     assert fed.epsilon(_DELTA) == pytest.approx(expected.epsilon(_DELTA, "pld"))
     assert fed.epsilon(_DELTA) > _planned(8)
 
@@ -183,7 +183,7 @@ def test_what_changes_within_a_pass_is_refused_before_it_is_trained():
             num_clients=40,
             clients_per_round=m,
             event=tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=z).round_event(
-                0, fed.run.deployment
+                0, fed.run.context
             ),
         )
         for z, m in ((1.0, 10), (2.0, 20))
@@ -200,7 +200,7 @@ def test_abandoned_rounds_lose_the_turn_of_their_clients(drawn):
     history = toy.fit(fed, 4, data=clients).history
     assert sorted(history["abandoned_rounds"]) == [0.0, 0.0, 0.0, 1.0]
     np.testing.assert_array_equal(_members(drawn), np.arange(40))
-    assert fed.spending.rounds == 3
+    assert fed.account.rounds == 3
     assert fed.epsilon(_DELTA) == _planned(4)
 
 
@@ -222,7 +222,7 @@ def test_private_evaluations_compose_with_it():
     toy.fit(fed, 2)
     private = PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=4.0)
     fed.evaluate_clients(toy.clients(), private=private)
-    history = accounting.PrivacyAccountant(fed.spending.own.items())
+    history = accounting.PrivacyAccountant(fed.account.own.items())
     history.add(private.charge(_ALLOCATION, toy.NUM_CLIENTS))
     assert fed.epsilon(_DELTA) == pytest.approx(history.epsilon(_DELTA, "pld"))
     assert fed.epsilon(_DELTA) > _planned(2)

@@ -207,7 +207,7 @@ def test_rounds_that_only_another_ledger_tells_of_are_counted(tmp_path, make):
     toy.fit(fed, 4, [RoundCheckpoint(tmp_path / "run", keep=99), other])
     copy = _put_back(_copy_as_of(tmp_path / "run", 2), 2)
     toy.fit(resumed, 4, resume_from=copy)
-    assert (resumed.rounds, resumed.spending.rounds) == (4, 6)
+    assert (resumed.rounds, resumed.account.rounds) == (4, 6)
     toy.fit(resumed, 1, [other])
     known = accounting.PrivacyLedger.read(other.path)
     assert len(known.entries) == 7
@@ -242,15 +242,15 @@ def test_a_directory_and_its_copy_add_up_as_soon_as_both_are_seen(tmp_path, make
     toy.fit(original, 6, [RoundCheckpoint(path)], resume_from=path)
     path.rename(tmp_path / "away")
     toy.fit(hidden, 6, [RoundCheckpoint(copies[0])], resume_from=copies[0])
-    assert hidden.spending.rounds == 6
+    assert hidden.account.rounds == 6
     (tmp_path / "away").rename(path)
     ledger = Ledger(path / "ledger.jsonl", append=True)
     toy.fit(hidden, 1, [ledger])
-    assert hidden.spending.rounds == 2 + 4 + 4 + 1
+    assert hidden.account.rounds == 2 + 4 + 4 + 1
     toy.fit(original, 1, [ledger])
-    assert original.spending.rounds == 12
+    assert original.account.rounds == 12
     toy.fit(seeing, 6, resume_from=copies[1])
-    assert seeing.spending.rounds == 16
+    assert seeing.account.rounds == 16
     for fed in (hidden, original, seeing):
         assert "rounds_charged_twice" in fed.run.caveats
     told = accounting.PrivacyLedger.read(ledger.path)
@@ -276,7 +276,7 @@ def test_a_copy_goes_on_with_noise_of_its_own(tmp_path):
         toy.fit(fed, 1, [RoundCheckpoint(path)])
     toy.fit(fed, 1)
     assert int(fed.run.mechanism_state.memory.position) == 1
-    assert fed.spending.rounds == 5
+    assert fed.account.rounds == 5
 
 
 def test_branches_of_one_noise_memory_are_charged_from_its_beginning(tmp_path):
@@ -317,7 +317,7 @@ def test_noise_memory_is_let_go_after_an_interrupt_in_between(tmp_path):
     assert "rounds_charged_twice" in fed.run.caveats
     toy.fit(fed, 1)
     assert int(fed.run.mechanism_state.memory.position) == 2
-    fed.spending.has_unseen_rounds = True  # And nobody took notice yet.
+    fed.account.has_unseen_rounds = True  # And nobody took notice yet.
     path.rename(tmp_path / "away")
     with pytest.warns(RuntimeWarning, match="is missing"):
         toy.fit(fed, 1)
@@ -339,14 +339,14 @@ def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
     last = Ledger(copy / "ledger.jsonl", append=True)
     toy.fit(fed, 1, [first, last])
     for ledger in (first.path, last.path, path / "ledger.jsonl"):
-        assert _kept_rounds(ledger, fed.run.run_id) == fed.spending.rounds == 7
+        assert _kept_rounds(ledger, fed.run.run_id) == fed.account.rounds == 7
     # What only this process knows of is written, too, by a fit that is resumed.
     new, model = tmp_path / "new", toy.federated()
     toy.interrupted(model, 1, 3, [RoundCheckpoint(new)])
     own, stops = Ledger(tmp_path / "own", append=True), PrivacyBudget(1e-6, _DELTA)
     toy.fit(model, 1, [own, stops])
     toy.fit(model, 3, resume_from=new)
-    assert _kept_rounds(own.path, model.run.run_id) == model.spending.rounds == 3
+    assert _kept_rounds(own.path, model.run.run_id) == model.account.rounds == 3
 
 
 def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
@@ -367,7 +367,7 @@ def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
         assert contents.epsilon(_DELTA) == pytest.approx(first.epsilon(_DELTA))
         assert contents.epsilon(_DELTA) <= last.epsilon(_DELTA) * (1 + 1e-9)
     each = last.run.mu_squared
-    assert last.spending.max_mu_squared == pytest.approx(5 * each)
+    assert last.account.max_mu_squared == pytest.approx(5 * each)
     # In how many of them the most exposed client took part is not known.
     assert last.privacy_statement(_DELTA, "dict")["max_participations"] is None
     assert "it took part" not in toy.said(last, _DELTA)
@@ -386,7 +386,7 @@ def test_two_populations_have_no_pass_in_common(tmp_path):
     before = fed.run.sampler
     fed.fit(some.take(np.arange(40)[::-1]), rounds=2, verbose=0)
     assert fed.run.sampler is not before
-    partitions = {charge.partition for charge in fed.spending.own}
+    partitions = {charge.partition for charge in fed.account.own}
     assert len(partitions) == 2
 
 
@@ -397,13 +397,13 @@ def test_a_renamed_directory_is_no_copy_of_what_took_its_name(tmp_path):
     toy.fit(other := toy.federated(), 3, [RoundCheckpoint(path)])
     toy.fit(resumed := toy.federated(), 2, resume_from=monday)
     toy.fit(resumed, 1)
-    assert resumed.spending.rounds == other.spending.rounds == 3
+    assert resumed.account.rounds == other.account.rounds == 3
     assert len(accounting.PrivacyLedger.read(path / "ledger.jsonl").entries) == 3
     # Nor is a link that leads to it.
     monday.rename(tmp_path / "tuesday")
     monday.symlink_to(tmp_path / "tuesday")
     toy.fit(linked := toy.federated(), 2, resume_from=tmp_path / "tuesday")
-    assert linked.spending.rounds == 3
+    assert linked.account.rounds == 3
 
 
 def test_a_lost_ledger_is_missed(tmp_path):
@@ -413,7 +413,7 @@ def test_a_lost_ledger_is_missed(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"one.jsonl.*is missing"):
         toy.fit(fed, 1, [Ledger(tmp_path / "two.jsonl", append=True)])
     told = accounting.PrivacyLedger.read(tmp_path / "two.jsonl")
-    assert len(told.entries) == fed.spending.rounds == 2
+    assert len(told.entries) == fed.account.rounds == 2
 
 
 def test_lost_rounds_tell_how_many_clients_there_were(tmp_path):
@@ -437,7 +437,7 @@ def test_what_came_after_the_checkpoint_is_known_from_its_ledger(tmp_path):
     toy.fit(resumed, 3, resume_from=path)
     assert "seed_given" in resumed.privacy_statement(_DELTA, "dict")["caveats"]
     toy.fit(resumed, 2)
-    assert resumed.spending.rounds == 7
+    assert resumed.account.rounds == 7
     for known in (shared.path, path / "ledger.jsonl"):
         read = accounting.PrivacyLedger.read(known)
         assert len(read.by_run()[resumed.run.run_id]) == 7
@@ -456,7 +456,7 @@ def test_files_stay_where_they_were_named(tmp_path, monkeypatch):
     assert (tmp_path / "here" / "run" / "round-00000003.npz").exists()
     (tmp_path / "here" / "own.jsonl").unlink()
     toy.fit(fed, 1, [Ledger(tmp_path / "new.jsonl")])
-    assert fed.spending.rounds == 4
+    assert fed.account.rounds == 4
 
 
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
@@ -591,13 +591,13 @@ def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_
     with patch, pytest.raises(accounting.LedgerWriteError):
         toy.fit(fed, 3, keep)
     # Not released, and in memory as on the disk.
-    assert (fed.rounds, fed.spending.rounds) == (1, 2)
+    assert (fed.rounds, fed.account.rounds) == (1, 2)
     assert fed.epsilon(_DELTA) == pytest.approx(
         accounting.epsilon_from_ledger(tmp_path / "ledger.jsonl", _DELTA)
     )
     shutil.rmtree(tmp_path / "other")
     toy.fit(resumed, 3, resume_from=tmp_path)
-    assert (resumed.rounds, resumed.spending.rounds) == (3, 4)
+    assert (resumed.rounds, resumed.account.rounds) == (3, 4)
     assert "rounds_charged_twice" in resumed.run.caveats
 
 
@@ -649,8 +649,8 @@ def test_a_checkpoint_leaves_to_its_ledger_what_that_tells(tmp_path):
     assert (spent["rounds"], spent["charges"]) == (6, [])
     resumed = _median()
     _fit(resumed, 4, resume_from=tmp_path / "other")
-    assert resumed.run.spending.own == whole.run.spending.own
-    assert resumed.run.spending.own.total() == 6
+    assert resumed.run.account.own == whole.run.account.own
+    assert resumed.run.account.own.total() == 6
     assert "rounds_charged_twice" not in resumed.run.caveats
 
 

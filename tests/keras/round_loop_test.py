@@ -55,7 +55,7 @@ def test_a_client_that_is_drawn_trains_once(streamed):
     assert [positions for _, positions in cohorts.drawn] == cohorts.trained
     assert len(set(cohorts.seeds)) == 6
     counts = np.bincount(np.concatenate(cohorts.trained), minlength=40)
-    np.testing.assert_array_equal(fed.run.spending.per_client.participations, counts)
+    np.testing.assert_array_equal(fed.run.account.per_client.participations, counts)
 
 
 def test_another_attempt_at_a_seeded_round_draws_anew():
@@ -82,7 +82,7 @@ def test_an_error_of_drawing_is_the_rounds_own():
     ):
         toy.fit(fed, 4, data=toy.streamed(toy.clients()))
     # What was released is there, and paid for.
-    assert (fed.rounds, fed.spending.rounds) == (2, 2)
+    assert (fed.rounds, fed.account.rounds) == (2, 2)
 
 
 def test_every_attempt_has_a_seed_of_its_own():
@@ -141,7 +141,7 @@ def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
             with pytest.raises(KeyboardInterrupt):
                 toy.fit(fed, seed=1)
             # Broken off within, it is charged, as it may have been seen.
-            assert fed.spending.rounds == done
+            assert fed.account.rounds == done
             assert fed.rounds == (done if when == "after" else 0)
             vars(fed.engine).pop("release", None)
     # Two draws are charged: the same clients twice, with other noise, cost more.
@@ -174,9 +174,9 @@ def test_a_round_that_ends_while_clients_train_is_charged_if_that_tells(
         # On the disk, where the next process finds it.
         entries = accounting.PrivacyLedger.read(path).entries
         assert len(entries) == charged * attempt
-        assert fed.spending.rounds == charged
+        assert fed.account.rounds == charged
     assert toy.fit(fed).epoch == [0]
-    assert (fed.rounds, fed.spending.rounds) == (1, 1 + charged)
+    assert (fed.rounds, fed.account.rounds) == (1, 1 + charged)
     caveats = fed.privacy_statement(1e-3, format="dict")["caveats"]
     assert ("rounds_charged_twice" in caveats) == bool(charged)
 
@@ -191,7 +191,7 @@ def test_a_charge_that_was_refused_is_not_charged_twice():
     with pytest.raises(OSError, match="full"):
         toy.fit(fed, callbacks=[Refuses()])
     toy.fit(fed)
-    assert fed.spending.rounds == 1
+    assert fed.account.rounds == 1
     assert "rounds_charged_twice" not in fed.run.caveats
 
 
@@ -235,7 +235,7 @@ def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):
     keeper = RoundCheckpoint(tmp_path / "run")
     history = toy.fit(fed, 2, data=data, callbacks=[keeper, two]).history
     assert history["failed_clients"] == [1, 1]
-    assert fed.spending.per_client.participations.tolist() == [2] * toy.NUM_CLIENTS
+    assert fed.account.per_client.participations.tolist() == [2] * toy.NUM_CLIENTS
     assert fed.epsilon(1e-3) == spent
     path = tmp_path / "run" / "ledger.jsonl"
     assert accounting.epsilon_from_ledger(path, 1e-3) == pytest.approx(spent)

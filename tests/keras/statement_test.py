@@ -39,7 +39,7 @@ def test_what_other_runs_drew_counts_in_the_statement_too(tmp_path):
         assert {"shuffled_zero_out", "population_stated"} <= said["caveats"].keys()
         assert "must stay secret" in said["secrecy"]
         assert "do not know who took part" in said["meaning"]
-        known = fed.spending.central.epsilon_if_participation_is_known(_DELTA)
+        known = fed.account.central.epsilon_if_participation_is_known(_DELTA)
         assert said["epsilon_if_participation_is_known"] == known > said["epsilon"]
         assert f"drawn by {first} sampling" in said["how"]
     alone = _trained(fixed).privacy_statement(_DELTA, "dict")
@@ -270,7 +270,7 @@ def test_what_an_earlier_fit_planned_costs_what_it_cost_its_own_clients():
     toy.fit(fed, 1, data=toy.clients(400))
     facts = fed.privacy_statement(_DELTA, "dict")
     assert facts["planned_rounds"] == before["planned_rounds"] + 1 == 5
-    charges = fed.run.spending.own.elements()
+    charges = fed.run.account.own.elements()
     first, among_more = sorted(charges, key=lambda charge: charge.num_clients)
     whole = accounting.PrivacyAccountant(((first, 4), (among_more, 1)))
     expected = pytest.approx(whole.epsilon(_DELTA, "pld"), rel=1e-9)
@@ -300,7 +300,7 @@ def test_rounds_that_cost_nothing_leave_a_budget_what_it_allows():
         fit = {"data": clients, "seed": 3, "callbacks": [budget, *ends]}
         fed = _trained(tfdp_fl.FixedClipping(**_FIXED), 20, fit, **options)
         said.append(fed.privacy_statement(_DELTA, "dict"))
-        assert fed.spending.rounds < min(fed.rounds, 6)
+        assert fed.account.rounds < min(fed.rounds, 6)
     whole, ended = said
     assert whole["rounds"] == 5 and whole["planned_rounds"] is None
     expected = pytest.approx(whole["epsilon"], rel=1e-9)

@@ -20,11 +20,11 @@ def state_after(mechanism, rounds, clients_per_round=100, sampler="poisson", **f
 
     Their cohorts are of a sampler, or of a new one of that name; None: nobody said.
     """
-    deployment = mechanism_lib.PrivacyContext(
+    context = mechanism_lib.PrivacyContext(
         clients_per_round=clients_per_round, **{"rounds": 10, **facts}
     )
-    sizes = np.array([deployment.cohort_size(k) for k in range(rounds)])
-    lines = [history_line(mechanism, deployment, k).encode() for k in range(rounds)]
+    sizes = np.array([context.cohort_size(k) for k in range(rounds)])
+    lines = [history_line(mechanism, context, k).encode() for k in range(rounds)]
     state = AggregatorState((), rounds, (), RoundHistory((), ()))
     if isinstance(sampler, str):
         sampler = sampling.make_sampler(sampler, 1000, clients_per_round)
@@ -116,10 +116,10 @@ def test_a_client_took_part_as_often_as_the_state_proves():
     way |= {"clients_per_round": 500, "rounds": 10}
     with pytest.raises(ValueError, match=r"at least 3, .* 3000 times .*learning\.eps"):
         spent(state, mechanism, **way, max_participations=2)
-    deployment = mechanism_lib.PrivacyContext(clients_per_round=500, rounds=10, **built)
+    context = mechanism_lib.PrivacyContext(clients_per_round=500, rounds=10, **built)
     for most in (3, 5, None):
         value = spent(state, mechanism, **way, max_participations=most)
-        mu_squared = (most or 6) * mechanism.mu_squared(deployment)
+        mu_squared = (most or 6) * mechanism.mu_squared(context)
         assert value == pytest.approx(
             accounting.epsilon_of_mu_squared(mu_squared, DELTA)
         )
@@ -154,8 +154,8 @@ def test_noise_for_few_rounds_is_not_more_because_more_are_declared():
         state = with_cohort(state, cohort)
         sampler.abandon(cohort)
     built = {"clients_per_round": 500, "rounds": 12}
-    deployment = mechanism_lib.PrivacyContext(**built, max_participations=2)
-    mu_squared = 6 * mechanism.mu_squared(deployment)
+    context = mechanism_lib.PrivacyContext(**built, max_participations=2)
+    mu_squared = 6 * mechanism.mu_squared(context)
     expected = accounting.epsilon_of_mu_squared(mu_squared, DELTA)
     way = {"sampling": "shuffled", **built, "max_participations": 6}
     assert spent(state, mechanism, **way) == pytest.approx(expected)

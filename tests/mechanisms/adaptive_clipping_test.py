@@ -82,7 +82,7 @@ def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
     given = {"noise_multiplier": 0.1, "count_noise_stddev": sigma_b}
     mechanism = tfdp_fl.AdaptiveClipping(**given)
     # m / 20 follows the schedule of m, where sigma_b is not given.
-    deployment = PrivacyContext(clients_per_round=5)
+    context = PrivacyContext(clients_per_round=5)
     other = PrivacyContext(clients_per_round=lambda t: 10 * (t + 1))
     default = tfdp_fl.AdaptiveClipping(noise_multiplier=0.5)
     for m, z in ((10, 0.5), (40, 1.5)):
@@ -90,16 +90,14 @@ def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
         assert stddevs["below_clip"] == pytest.approx(m / 20)
         update = 2.0 * references.update_noise_multiplier(z, m / 20)
         assert stddevs["update"] == pytest.approx(update, rel=1e-5)
-    z = mechanism.noise_multiplier_limit(0, deployment)
+    z = mechanism.noise_multiplier_limit(0, context)
     with pytest.raises(ValueError, match="ten-thousandth"):
         mechanism.with_noise_multiplier(z * (1 + 1e-6))
     wanted = references.update_noise_multiplier(z, sigma_b)
     for number in (float, tf.constant):
-        stddevs = mechanism.noise_stddevs(RoundState(1.0, number(z), 5.0), deployment)
+        stddevs = mechanism.noise_stddevs(RoundState(1.0, number(z), 5.0), context)
         np.testing.assert_allclose(stddevs["update"], wanted, rtol=2e-3)
-    stddevs = mechanism.noise_stddevs(
-        RoundState(1.0, tf.constant(0.0), 5.0), deployment
-    )
+    stddevs = mechanism.noise_stddevs(RoundState(1.0, tf.constant(0.0), 5.0), context)
     assert float(stddevs["update"]) == 0.0
 
 

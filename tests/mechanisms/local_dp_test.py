@@ -17,19 +17,19 @@ _DEPLOYMENT = PrivacyContext(
 )
 
 
-def _noise(deployment, **arguments):
+def _noise(context, **arguments):
     """Returns what one client adds, divided by S: its sensitivity is 2 S."""
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, **arguments)
-    return mechanism.client_noise_multiplier(deployment)
+    return mechanism.client_noise_multiplier(context)
 
 
 @pytest.mark.parametrize("epsilon, delta", [(0.3, 1e-3), (8.0, 1e-6), (50.0, 1e-3)])
 @pytest.mark.parametrize("count", [1, 10])
 def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, count):
-    deployment = PrivacyContext(clients_per_round=4, rounds=count)
+    context = PrivacyContext(clients_per_round=4, rounds=count)
     for calibration in ("analytic", "classic"):
         options = {"calibration": calibration, "composition": "basic"}
-        actual = _noise(deployment, epsilon=epsilon, delta=delta, **options)
+        actual = _noise(context, epsilon=epsilon, delta=delta, **options)
         sigma = getattr(references, f"{calibration}_sigma")
         expected = sigma(2.0, epsilon / count, delta / count)
         assert actual / expected == pytest.approx(1, abs=1e-6)
@@ -39,8 +39,8 @@ def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, count):
 @pytest.mark.parametrize("participations", [1, 7, None])
 def test_rdp_composes_a_clients_own_participations(epsilon, participations):
     where = {"rounds": 50, "max_participations": participations}
-    deployment = PrivacyContext(clients_per_round=4, **where)
-    actual = _noise(deployment, epsilon=epsilon, delta=1e-5)
+    context = PrivacyContext(clients_per_round=4, **where)
+    actual = _noise(context, epsilon=epsilon, delta=1e-5)
     # k releases are one of sigma/sqrt(k). Not knowing k assumes every round.
     root_k = math.sqrt(participations or 50)
     expected = references.analytic_sigma(2.0, epsilon, 1e-5) * root_k
@@ -90,8 +90,8 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
 )
 def test_the_mean_gives_a_central_guarantee_where_m_answer_for_sure(sampling, event):
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.5)
-    deployment = PrivacyContext(clients_per_round=4, sampling=sampling)
-    assert mechanism.round_event(0, deployment) == event
+    context = PrivacyContext(clients_per_round=4, sampling=sampling)
+    assert mechanism.round_event(0, context) == event
     assert mechanism.trust_model == "local"
     assert "local_not_central" in mechanism.caveats()
 
@@ -111,7 +111,7 @@ def _bound(num_layers, **arguments):
 def _radii(query, window=None):
     if window is not None:
         window = tf.constant(window)
-    return query.mechanism.radii(ClientContext(window=window), query.deployment)
+    return query.mechanism.radii(ClientContext(window=window), query.context)
 
 
 @pytest.mark.parametrize("norms", [[], [0.3, 0.6, 0.1], [5.0, 0.1, 0.1], [0.0] * 3])
@@ -173,7 +173,7 @@ def test_layers_share_the_budget_or_have_the_noise_that_disco_published(options,
 
 def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
     # Of whom LocalDP's mean would have a central guarantee.
-    deployment = PrivacyContext(
+    context = PrivacyContext(
         clients_per_round=2, sampling="fixed_size", rounds=5, num_variables=4
     )
     for layers, caveat, releases in (
@@ -181,27 +181,27 @@ def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
         ("separate", "layers_charged_separately", 4),
     ):
         made = tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5, layers=layers)
-        one = made.mu_squared(deployment) / releases
+        one = made.mu_squared(context) / releases
         spent = accounting.gaussian_epsilon((5 * one) ** -0.5, 1e-5)
         assert spent == pytest.approx(8.0, abs=1e-4)
         assert {"radius_from_unnoised_norms", caveat} <= set(made.caveats())
         assert made.trust_model == "local"
-        event = made.round_event(0, deployment)
+        event = made.round_event(0, context)
         assert event == dp_accounting.NonPrivateDpEvent()
 
 
 class _CountsTheUsable(tfdp_fl.LocalDP):
     """Would tell by a weight without noise whether an update is usable."""
 
-    def contribution(self, update, round, client, deployment):
-        record = super().contribution(update, round, client, deployment)
+    def contribution(self, update, round, client, context):
+        record = super().contribution(update, round, client, context)
         return record._replace(weight=1.0 - record.discarded)
 
-    def mu_squared(self, deployment):
-        return super().mu_squared(deployment)
+    def mu_squared(self, context):
+        return super().mu_squared(context)
 
-    def round_event(self, round_index, deployment):
-        return super().round_event(round_index, deployment)
+    def round_event(self, round_index, context):
+        return super().round_event(round_index, context)
 
 
 _LOCAL = [

@@ -107,22 +107,22 @@ def test_noise_that_float32_cannot_keep_is_refused(clip, noise):
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
 def test_noise_at_the_clients_needs_cohorts_of_fixed_size(sampling):
-    deployment = PrivacyContext(clients_per_round=5, sampling=sampling)
+    context = PrivacyContext(clients_per_round=5, sampling=sampling)
     for mechanism in (
         tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.1, noise_site="client"),
         tfdp_fl.AdaptiveClipping(noise_multiplier=0.1, noise_site="client"),
     ):
         for use in (mechanism.check, mechanism.bind):
             with pytest.raises(ValueError, match=r"noise_site.*fixed_size"):
-                use(deployment)
+                use(context)
 
 
 def test_the_noise_multiplier_follows_its_schedule():
     for schedule in ([1.0, 2.0, 3.0], lambda t: t + 1.0):
         made = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=schedule)
         assert [made.noise_multiplier_at(t) for t in range(3)] == [1, 2, 3]
-        deployment = PrivacyContext(clients_per_round=10)
-        events = [made.round_event(t, deployment) for t in range(3)]
+        context = PrivacyContext(clients_per_round=10)
+        events = [made.round_event(t, context) for t in range(3)]
         assert [event.noise_multiplier for event in events] == [1, 2, 3]
     # A callable that answers otherwise when it is asked again is asked once a round.
     answers = iter(range(1, 9))
@@ -145,8 +145,8 @@ def test_the_noise_multiplier_follows_its_schedule():
 def test_what_is_overridden_is_not_only_scaled():
     # A runtime that believed a wrong flag would release something else side by side.
     class Own(tfdp_fl.FixedClipping):
-        def contribution(self, update, round, client, deployment):
-            return super().contribution(update, round, client, deployment)
+        def contribution(self, update, round, client, context):
+            return super().contribution(update, round, client, context)
 
     made = Own(clip_norm=1.0, noise_multiplier=1.0)
     assert not made.scales_updates
@@ -164,9 +164,9 @@ def _own(base=tfdp_fl.FixedClipping, **members):
 _OF_COST = {
     "add_noise": lambda self, update, stddev, memory: (update, memory),
     "clip_to_cohort": lambda self, norms, round: norms[0],
-    "sensitivity_squared": lambda self, round, deployment: 0.01,
+    "sensitivity_squared": lambda self, round, context: 0.01,
     "needs_exact_cohort": False,
-    "bind": lambda self, deployment: None,
+    "bind": lambda self, context: None,
     "event_at": lambda self, *_: dp_accounting.GaussianDpEvent(9.0),
 }
 
@@ -225,6 +225,8 @@ _LOCAL = {"clip_norm": 1.0, "noise_multiplier": 10.0}
         (tfdp_fl.NbAFL, {}, {"downlink_stddev": lambda *_: 0.0}),
         (tfdp_fl.NbAFL, {}, {"privacy_unit": "client"}),
         (tfdp_fl.FixedClipping, {}, {"trust_model": "local"}),
+        # Planning took it for constant: 1.9 planned, 20.5 charged.
+        (tfdp_fl.FixedClipping, {}, {"noise_multiplier_at": lambda *_: 0.02}),
         (tfdp_fl.FixedClipping, {}, {"__annotations__": {"add_noise": "Any"}}),
         (tfdp_fl.FixedClipping, {}, {"__getattribute__": object.__getattribute__}),
     ],
@@ -275,7 +277,7 @@ def test_what_clients_add_is_the_noise_that_is_checked(wrong):
     # A client asked anew, so the check at the end saw another answer.
     asked = []
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         asked.append(round)
         share = 0.01 if len(asked) == wrong else 1.0
         return {"update": share * round.noise_multiplier * round.clip_norm}
@@ -300,7 +302,7 @@ def test_noise_that_nobody_adds_is_refused():
     with pytest.raises(ValueError, match="noise_site must be 'server' or 'client'"):
         made.bind(PrivacyContext(clients_per_round=3))
     # A check of one's own that forgets the cohort's size.
-    made = _own(check=lambda self, deployment: None)
+    made = _own(check=lambda self, context: None)
     object.__setattr__(made, "noise_site", "client")
     with pytest.raises(ValueError, match="needs sampling='fixed_size'"):
         made.bind(PrivacyContext(clients_per_round=3, sampling="poisson"))
@@ -309,7 +311,7 @@ def test_noise_that_nobody_adds_is_refused():
 def test_a_central_mean_knows_no_weights():
     seen = []
 
-    def mean(self, update, weight, round, deployment):
+    def mean(self, update, weight, round, context):
         seen.append(weight)
         return [tensor / weight for tensor in update]
 
@@ -326,7 +328,7 @@ def test_a_central_mean_knows_no_weights():
 class _TwoSums(tfdp_fl.FixedClipping):
     side_bounds = {"one": 1.0, "two": 200.0}  # noqa: RUF012
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         return {"update": round.noise_multiplier * round.clip_norm, "one": 1, "two": 99}
 
     def side_statistics(self, norm, round):
@@ -352,7 +354,7 @@ def test_side_sums_keep_their_names_in_any_order():
 def test_a_side_sum_that_float32_cannot_hold_has_no_noise(limit, stddev):
     # An infinite statistic was within an infinite bound, and noise below float32's
     # numbers vanished.
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         update = 2**0.5 * round.noise_multiplier * round.clip_norm
         return {"update": update, "one": stddev}
 
@@ -360,15 +362,15 @@ def test_a_side_sum_that_float32_cannot_hold_has_no_noise(limit, stddev):
     members["side_statistics"] = lambda self, norm, round: {"one": norm}
     made = type("Wide", (tfdp_fl.FixedClipping,), members)
     made = made(clip_norm=1.0, noise_multiplier=5.0)
-    deployment = PrivacyContext(clients_per_round=4)
-    assert made.round_event(0, deployment) == dp_accounting.NonPrivateDpEvent()
+    context = PrivacyContext(clients_per_round=4)
+    assert made.round_event(0, context) == dp_accounting.NonPrivateDpEvent()
     query, state = rounds.bound(made, 4)
     state = query.begin_round(state, 5.0, 4.0)
     stddevs = {
         "update": tf.constant(5.0),
         "one": tf.constant(np.array(stddev).astype("f4")),
     }
-    assert math.isinf(made.sensitivity_squared(state, deployment, stddevs))
+    assert math.isinf(made.sensitivity_squared(state, context, stddevs))
 
 
 @pytest.mark.parametrize(

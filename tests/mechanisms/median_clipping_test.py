@@ -79,16 +79,16 @@ def test_every_answer_has_noise_of_its_own():
 
 @pytest.mark.parametrize("z, z_median", [(1.0, 1.0), (0.7, 3.0), (5.0, 0.5)])
 def test_a_private_median_is_composed_into_the_round(z, z_median):
-    deployment = PrivacyContext(clients_per_round=5)
-    event = _mechanism(z_median, z).round_event(0, deployment)
+    context = PrivacyContext(clients_per_round=5)
+    event = _mechanism(z_median, z).round_event(0, context)
     assert event.noise_multiplier == pytest.approx((z**-2 + z_median**-2) ** -0.5)
     assert "exact_median" not in _mechanism(z_median, z).caveats()
     # The exact median is not covered, and says so.
-    event = _mechanism(None, z).round_event(0, deployment)
+    event = _mechanism(None, z).round_event(0, context)
     assert event == dp_accounting.GaussianDpEvent(z)
     assert "exact_median" in _mechanism(None, z).caveats()
     # A private median under an exact sum is not private.
-    event = _mechanism(z_median, 0).round_event(0, deployment)
+    event = _mechanism(z_median, 0).round_event(0, context)
     assert event == dp_accounting.NonPrivateDpEvent()
 
 

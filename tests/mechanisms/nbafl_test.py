@@ -18,8 +18,8 @@ def _mechanism(epsilon=10.0, constant=1.0, weight_clip=0.5):
     return tfdp_fl.NbAFL(epsilon=epsilon, constant=constant, weight_clip=weight_clip)
 
 
-def _bound(deployment=_SHORT, **arguments):
-    query = _mechanism(**arguments).bind(deployment)
+def _bound(context=_SHORT, **arguments):
+    query = _mechanism(**arguments).bind(context)
     return query, query.initial_global_state()
 
 
@@ -60,8 +60,8 @@ def test_what_is_no_number_of_examples_weighs_nothing(examples):
     rounds.assert_close(done.mean, [rounds.flat(weights[0]) * 6 / 15], atol=1e-6)
 
 
-def _released(deployment, value=0.0):
-    query, state = _bound(deployment)
+def _released(context, value=0.0):
+    query, state = _bound(context)
     total = query.initial_sample_state([tf.zeros(shape) for shape in _WIDE])
     update = [v + 5 * value for v in total.update]
     total = total._replace(update=update, weight=tf.constant(5.0))

@@ -259,9 +259,9 @@ _ZEROS = "must take tensors of zeros of the model's shapes"
 def test_what_cannot_be_tried_before_is_tried_when_it_is_bound(
     mechanism, shapes, message
 ):
-    deployment = PrivacyContext(clients_per_round=8, num_variables=2, shapes=shapes)
+    context = PrivacyContext(clients_per_round=8, num_variables=2, shapes=shapes)
     if message is None:
-        mechanism.bind(deployment)
+        mechanism.bind(context)
     else:
         with pytest.raises(ValueError, match=message):
-            mechanism.bind(deployment)
+            mechanism.bind(context)

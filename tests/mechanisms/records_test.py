@@ -51,7 +51,7 @@ class _Own(mechanisms.Mechanism):
         one = super().contribution_of_norm(norm, usable, round)
         return one._replace(weight=one.weight * self.heavier)
 
-    def noise_stddevs(self, round, deployment):
+    def noise_stddevs(self, round, context):
         update = round.noise_multiplier * round.clip_norm
         if self.noise is not None:
             update = tf.constant(self.noise) if tf.is_tensor(update) else self.noise
@@ -67,8 +67,8 @@ class _Own(mechanisms.Mechanism):
 class _OwnContribution(_Own):
     """The same, computed from whole updates."""
 
-    def contribution(self, update, round, client, deployment):
-        return super().contribution(update, round, client, deployment)
+    def contribution(self, update, round, client, context):
+        return super().contribution(update, round, client, context)
 
 
 @pytest.mark.parametrize("kind", [_Own, _OwnContribution])
@@ -108,8 +108,8 @@ _REPEATED = tf.IndexedSlices(
 class _Repeats(_Own):
     """Returns one row many times, each of the norm S."""
 
-    def contribution(self, update, round, client, deployment):
-        one = super().contribution(update, round, client, deployment)
+    def contribution(self, update, round, client, context):
+        one = super().contribution(update, round, client, context)
         return one._replace(update=[_REPEATED])
 
 
@@ -131,8 +131,8 @@ def test_rows_that_repeat_are_added_up_before_they_are_measured():
 class _Shrinks(_Own):
     """Returns one number for a whole matrix."""
 
-    def contribution(self, update, round, client, deployment):
-        one = super().contribution(update, round, client, deployment)
+    def contribution(self, update, round, client, context):
+        one = super().contribution(update, round, client, context)
         return one._replace(update=[tf.reshape(one.update[0][0, 0], [1, 1])])
 
 
@@ -238,8 +238,8 @@ def test_a_cost_is_derived_from_bounds_and_noise():
 class _Jitter(tfdp_fl.FixedClipping):
     """Says something else whenever it is asked."""
 
-    def noise_stddevs(self, round, deployment):
-        stddev = super().noise_stddevs(round, deployment)["update"]
+    def noise_stddevs(self, round, context):
+        stddev = super().noise_stddevs(round, context)["update"]
         return {"update": stddev * tf.random.uniform([], 0.5, 1.5)}
 
 

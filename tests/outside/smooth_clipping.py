@@ -39,7 +39,7 @@ class SmoothClipping(mechanisms.Mechanism):
     def side_statistics(self, norm, round):
         return {"length": tf.minimum(norm / round.clip_norm, 1.0)}
 
-    def noise_stddevs(self, round, deployment) -> dict[str, Any]:
+    def noise_stddevs(self, round, context) -> dict[str, Any]:
         # Two Gaussian releases of sqrt(2) z each cost z together.
         each = 2**0.5 * round.noise_multiplier
         return {"update": each * round.clip_norm, "length": each}

@@ -225,9 +225,16 @@ def test_a_private_score_runs_and_its_noise_is_fresh_in_every_trial():
     assert len(set(seen)) == 3
 
 
+class _WithoutNoise(tfdp_fl.PrivateScore):
+    def __call__(self, *_):
+        return 0.0
+
+
 def test_private_scores_that_are_refused_before_anything():
     with pytest.raises(ValueError, match="noise_multiplier"):
         tfdp_fl.PrivateScore("accuracy", noise_multiplier=0.0)
+    with pytest.raises(TypeError, match="score must be a PrivateScore itself"):
+        _search(score=_WithoutNoise("accuracy", noise_multiplier=5.0))
     # Too little noise for the target; nobody on one side, by their ids.
     few = dict(list(_named_clients().items())[:2])
     for noise, clients, message in (
@@ -290,8 +297,8 @@ class _OwnClip(tfdp_fl.MedianClipping):
     def clip_to_cohort(self, norms, round):
         return super().clip_to_cohort(norms, round)
 
-    def round_event(self, round_index, deployment):
-        return super().round_event(round_index, deployment)
+    def round_event(self, round_index, context):
+        return super().round_event(round_index, context)
 
 
 _OWN_CLIP = _OwnClip(noise_multiplier=1.0, median_noise_multiplier=1.0)
@@ -345,7 +352,7 @@ def test_what_would_make_every_trial_fail_is_said_before_the_charge():
         def add_noise(self, update, stddev, memory):
             raise RuntimeError("no noise")
 
-        def round_event(self, round_index, deployment):
+        def round_event(self, round_index, context):
             return dp_accounting.GaussianDpEvent(self.noise_multiplier)
 
     search = _search(lambda rate: _build(rate, FailsLate(**_FIXED)))

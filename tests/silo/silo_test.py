@@ -1,5 +1,6 @@
 """A silo: what it promises its people, against the server and against accidents."""
 
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -187,7 +188,7 @@ def test_a_new_process_goes_on_where_the_last_one_was(tmp_path, options):
         assert _exact(left[name]) == _exact(right[name]), name
     for name in ("rounds", "sampler", "run_id"):
         assert str(left[name]) == str(right[name]), name
-    assert first._fed.spending.own == second._fed.spending.own
+    assert first._fed.account.own == second._fed.account.own
     # In turns, with neither knowing of the other but by the directory.
     for each in first, second, first:
         weights = each.train(weights).weights
@@ -511,6 +512,11 @@ def test_metrics_leave_noised_and_charged_only(tmp_path):
     other = tfdp_fl.PrivateMetrics(bounds={"loss": (0, 1)}, noise_multiplier=30.0)
     with pytest.raises(silo.SiloMessageError):
         again.evaluate(start, private=other, message_id=1)
+    # Noise that earlier answers decided would have more histories than delta counts.
+    louder = dataclasses.replace(_MEANS, noise_multiplier=40.0)
+    for one in again, hospital.silo(tmp_path):
+        with pytest.raises(ValueError, match="private must have the noise_multiplier"):
+            one.evaluate(start, private=louder, message_id=2)
     assert hospital.charged(tmp_path) == 1
     update = again.train(start)
     assert update.epsilon == again.epsilon(hospital.DELTA)

@@ -32,8 +32,8 @@ from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, TrustModel
 
-# Ledgers list a release outside the rounds as a run of its own, with one line and an id
-# that starts with this prefix. So every reader of a ledger counts it.
+# Ledgers list a release outside the rounds as a separate run of one line, whose id
+# starts with this prefix. So every reader of a ledger counts it.
 _EVALUATION = "evaluation "
 
 
@@ -62,7 +62,7 @@ _Costs = Mapping[str, Cost]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherRun:
-    """Another run's spending, according to ledgers.
+    """The spending of another run, or of a release outside the rounds.
 
     Attributes:
       costs: The cost of each of its charges, by the charge's id.
@@ -138,8 +138,8 @@ class Charge:
         with self._paid.lock:
             if self._paid.left < 1:
                 raise ChargeError(
-                    "A release needs a charge of its own, got one that was not paid or "
-                    "has been used before. Nothing was released."
+                    "Each release needs its own charge, got one that was not paid or "
+                    "has already been used. Nothing was released."
                 )
             self._paid.left -= 1
             return self.cost.noise_multiplier
@@ -194,8 +194,7 @@ class LocalAccount:
     one client compose exactly, as mu^2 adds up (Dong, Roth & Su 2019, corollary 3.3).
     So a client's whole history is one Gaussian with the noise multiplier
     1/sqrt(sum mu^2), and epsilon needs no accountant. A client spends only in rounds
-    in which it takes part. The reported guarantee is that of the client that spent
-    most.
+    in which it takes part. The guarantee is reported for the client that spent most.
 
     Attributes:
       num_clients: The number of clients, N.
@@ -227,7 +226,14 @@ class LocalAccount:
         limit: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns `max_mu_squared` after releases, at most `limit` for each client."""
+        """Returns `max_mu_squared` after more releases.
+
+        Args:
+          positions: Int64 [K], the client of each release; repeats count.
+          mu_squared: (sensitivity / sigma)^2 of each release.
+          limit: The most rounds of a client, including earlier ones; None: no limit.
+          whole_passes: Further releases of every client.
+        """
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
             counts = np.full(self.num_clients, whole_passes)
@@ -301,8 +307,8 @@ class PrivacyAccount:
     Attributes:
       trust_model: "central", "local" or "none".
       own: The costs of this run's rounds, with counts.
-      others: The spending of other models' runs on the same clients, according to
-        ledgers, by run.
+      others: By id, the spending of other runs on the same clients, according to
+        ledgers, and of every release outside the rounds.
       central: The `PrivacyAccountant` of all rounds, including those of other runs.
       per_client: The `LocalAccount` of the clients' own releases.
       lost_mu_squared: What any client may have spent in addition, in this run's rounds
@@ -310,8 +316,8 @@ class PrivacyAccount:
         the run was resumed in two places. There is no record of which clients those
         were.
       known_ledgers: By ledger name, the hash of the last line that is counted.
-      has_unseen_rounds: Whether ledgers listed rounds of this run whose results it does
-        not have, and it has not yet taken notice (`Run.begin_segment`).
+      has_unseen_rounds: Whether ledgers list rounds of this run whose results it does
+        not have; False again after `Run.begin_segment`.
     """
 
     def __init__(self, trust_model: str, num_clients: int):
@@ -346,7 +352,7 @@ class PrivacyAccount:
 
     @property
     def rounds_of_others(self) -> int:
-        """The number of rounds of other runs that are counted as well."""
+        """The number of releases counted here that are not rounds of this run."""
         return sum(len(run.costs) for run in self.others.values())
 
     @property
@@ -567,7 +573,7 @@ class PrivacyAccount:
                 )
             if name is None:
                 receipt.local = self._local_fields(mu_squared, max_mu_squared)
-            elif self.by_client:  # It is about every client, and a run of its own.
+            elif self.by_client:  # It concerns every client, as a separate run.
                 max_mu_squared += mu_squared
                 receipt.local = dict.fromkeys(_LOCAL, mu_squared)
             if ask is not None:
@@ -668,7 +674,6 @@ class PrivacyAccount:
         """
         ledgers = self._ledgers
         heads = {name: attached.ledger.head for name, attached in ledgers.items()}
-        written = not heads
         try:
             for attached in ledgers.values():
                 attached.ledger.record(
@@ -681,11 +686,17 @@ class PrivacyAccount:
                     **receipt.details,
                 )
         finally:
-            for name, attached in ledgers.items():
-                if attached.ledger.head != heads[name]:
-                    self.known_ledgers[name], written = attached.ledger.head, True
-            if written:
-                self._add_to_memory(receipt, positions, mu_squared)
+            # A user who asks twice cannot wait for a ledger's disk, but for this.
+            with _signals.defer_signals(most=math.inf):
+                written = {
+                    name: attached.ledger.head
+                    for name, attached in ledgers.items()
+                    if attached.ledger.head != heads[name]
+                }
+                if written or not heads:
+                    self._add_to_memory(receipt, positions, mu_squared)
+                # Last, so that what memory lacks is read from the ledger.
+                self.known_ledgers.update(written)
 
     @one_at_a_time
     def _add_to_memory(
@@ -869,10 +880,10 @@ class PrivacyAccount:
 
 
 def _identity(charge_id: str, details: Mapping[str, Any], source: str) -> str:
-    """Returns what identifies a charge in an account.
+    """Returns the key under which an account counts a charge.
 
-    A search is resumed from a state beside its ledger. A copy of both can release
-    another result without another charge, so each ledger that lists it counts.
+    A copy of a search's directory can release a second result without a second charge,
+    so a search counts once for each ledger that lists it.
     """
     return f"{charge_id} in {source}" if "search" in details else charge_id
 

@@ -202,7 +202,7 @@ class PrivacyAccountant:
 
     @one_at_a_time
     def __copy__(self) -> PrivacyAccountant:
-        """Returns an accountant of its own: neither sees what the other adds."""
+        """Returns an independent accountant: neither sees what the other adds."""
         copied = object.__new__(type(self))
         for name, value in vars(self).items():
             is_mutable = isinstance(value, dict | list)
@@ -234,30 +234,36 @@ class PrivacyAccountant:
         self._rounds += count
         self._additions += 1
         z = charge.noise_multiplier
+        # Interrupted in here, a pass must not count as paid: it is noted last.
         if z == 0:
             self._mu_squared = math.inf
         elif z is not None and z < math.inf and _is_allocated(charge):
             self._add_to_pass(charge, count)
         elif z is None or (charge.is_amplified and z < math.inf):
-            self._add_other(charge, round(self._pass_increase(charge, count)))
+            increase, passes = self._pass_increase(charge, count)
+            self._add_other(charge, round(increase))
+            self._passes.update(passes)
         else:
             mu_squared = (charge.sensitivity / z) ** 2
-            self._mu_squared += self._pass_increase(charge, count * mu_squared)
+            increase, passes = self._pass_increase(charge, count * mu_squared)
+            self._mu_squared += increase
+            self._passes.update(passes)
 
     def _add_other(self, charge: charge_lib.RoundCharge, count: int) -> None:
         if not count:
             return
-        self._others[charge] = self._others.get(charge, 0) + count
         z = charge.noise_multiplier
         self._others_mu_squared += (
             count * (charge.sensitivity / z) ** 2 if z else math.inf
         )
+        sums = self._sums if self.has_bound_by("rdp") else {}
+        self._sums = {
+            part: total + count * _rdp_curve(charge, part)
+            for part, total in sums.items()
+        }
         if self._origin is not None:
             self._added_to_copy.append((charge, count))
-        if not self.has_bound_by("rdp"):
-            self._sums = {}
-        for part, total in self._sums.items():
-            self._sums[part] = total + count * _rdp_curve(charge, part)
+        self._others[charge] = self._others.get(charge, 0) + count
 
     def _add_to_pass(self, charge: charge_lib.RoundCharge, count: int) -> None:
         """Adds rounds of random allocation; a pass is charged with its first round.
@@ -274,20 +280,25 @@ class PrivacyAccountant:
             return
         key = _pass_key(charge)
         old_cost = self._passes.get(key, (0.0, ()))[0]
-        if not self._pass_increase(charge, count * mu_squared):
-            return
-        if old_cost:
-            old_charge = _as_own_pass(charge, old_cost)
-            # (Its share of `_others_mu_squared` stays, which is an upper bound.)
-            self._others[old_charge] -= 1
-            if not self._others[old_charge]:
-                del self._others[old_charge]
-            # The cached sums include the pass's old cost.
-            self._sums, self._origin = {}, None
-        self._add_other(_as_own_pass(charge, self._passes[key][0]), 1)
+        increase, passes = self._pass_increase(charge, count * mu_squared)
+        if increase:
+            self._add_other(_as_own_pass(charge, passes[key][0]), 1)
+            if old_cost:
+                # (Its share of `_others_mu_squared` stays, which is an upper bound.)
+                old_charge = _as_own_pass(charge, old_cost)
+                self._others[old_charge] -= 1
+                if not self._others[old_charge]:
+                    del self._others[old_charge]
+                # The cached sums include the pass's old cost.
+                self._sums, self._origin = {}, None
+        self._passes.update(passes)
 
-    def _pass_increase(self, charge: charge_lib.RoundCharge, weight: float) -> float:
+    def _pass_increase(
+        self, charge: charge_lib.RoundCharge, weight: float
+    ) -> tuple[float, dict[Hashable, tuple[float, _Cohorts]]]:
         """Returns the increase in the most exposed client's sum of weights.
+
+        Also returns the pass as it is then, for `_passes`; {} outside a pass.
 
         Outside a pass, or in a pass of an unnamed order, which may change each time,
         every round adds its whole weight. Within a pass, every client is in one cohort,
@@ -298,7 +309,7 @@ class PrivacyAccountant:
         pass is the largest sum of weights at any position.
         """
         if charge.pass_offset is None or charge.partition is None:
-            return weight
+            return weight, {}
         key, start = _pass_key(charge), charge.pass_offset
         is_allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
         stop = start + (1 if is_allocated else charge.clients_per_round)
@@ -307,11 +318,8 @@ class PrivacyAccountant:
         overlaps = any(low < stop and start < high for low, high, _ in intervals)
         if intervals and intervals[-1][1:] == (start, weight):  # One longer cohort.
             new_intervals = (*intervals[:-1], (intervals[-1][0], stop, weight))
-        self._passes[key] = (
-            max(cost, _largest_sum(new_intervals) if overlaps else weight),
-            new_intervals,
-        )
-        return self._passes[key][0] - cost
+        new_cost = max(cost, _largest_sum(new_intervals) if overlaps else weight)
+        return new_cost - cost, {key: (new_cost, new_intervals)}
 
     @one_at_a_time
     def epsilon(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled", "cyclic")
-# Clients that nobody samples: they take part when they like, some rounds apart.
+# No sampling: clients take part when they like, but a minimum of rounds apart.
 MIN_SEPARATION = Sampling.MIN_SEPARATION
 # The samplings that make a round cheaper than its event, if the draw is secret.
 AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
@@ -40,7 +40,7 @@ ACCOUNTANTS = ("rdp", "pld")
 class Relation(enum.Enum):
     """The neighbouring relation: how two data sets differ in one client.
 
-    The names are those of dp_accounting; the values are the words in a statement.
+    The names are dp_accounting's; the values follow "one client is" in a statement.
     """
 
     ADD_OR_REMOVE_ONE = "added or removed"
@@ -155,7 +155,7 @@ class Participation:
     def charge(self, event: dp_accounting.DpEvent) -> RoundCharge:
         """Returns the cost of a round in which a mechanism releases `event`.
 
-        The group is left out, as the event of correlated noise already accounts for it.
+        Groups are left out, as the event of correlated noise already accounts for them.
         """
         fields = {
             field.name: getattr(self, field.name)
@@ -265,7 +265,7 @@ class RoundCharge(Participation):
 
     @functools.cached_property
     def noise_multiplier(self) -> float | None:
-        """Z of the single Gaussian equivalent to the event; None if there is none.
+        """The z of the single Gaussian equivalent to the event; None if none is.
 
         0.0 means no privacy, and infinity means that nothing is released.
         """
@@ -339,10 +339,10 @@ class RoundCharge(Participation):
 
 
 def relation_of(*samplings: str) -> Relation:
-    """Returns the neighbouring relation of rounds that were sampled in these ways.
+    """Returns the neighbouring relation of rounds sampled in these ways.
 
-    Together, rounds promise no more than the weakest of them: that a client counted as
-    zero in its place. (Replacing one is a different promise, and combines with none.)
+    Together, rounds promise only what the weakest does: hiding that one client counts
+    as zero in its place. (Hiding a replacement cannot be combined with the others.)
     """
     by_sampling = {
         "poisson": Relation.ADD_OR_REMOVE_ONE,
@@ -385,7 +385,7 @@ def rounds_per_pass(num_clients: int, clients_per_round: float) -> int:
 def require_constant_noise(
     round_index: int, z: float, pass_start: int, z_of_pass: float
 ) -> None:
-    """Raises ValueError if the noise multiplier differs from that of the pass."""
+    """Raises ValueError if a noise multiplier differs from its pass's first one."""
     if z != z_of_pass:
         raise ValueError(
             "noise_multiplier must be the same in all rounds of a pass of random "

@@ -49,10 +49,10 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 FORMAT = "tfdp_fl privacy ledger 5"
 _GENESIS = "0" * 64
-# The detail with a round's place in correlated noise: the id of the segment, that of
-# the session (a process that goes on with one noise memory), and the position.
+# The detail with a round's place in correlated noise: the ids of the segment and the
+# session (a process that continues one noise state), and the position.
 PLACE = "place_in_correlated_noise"
-# The detail of a line whose local total is that of all its run's lines before it.
+# The detail of a line whose local total covers its run's lines up to that one.
 COVERS_ALL = "total_covers_all_lines"
 
 
@@ -190,9 +190,9 @@ class LedgerContents:
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of all rounds at delta.
 
-        It is that of the guarantee that the header names. If it names none, it is the
-        central one, or the local one if no round has a central charge. It is infinite
-        if a round has no such guarantee.
+        It is for the guarantee that the header names. If the header names none, it is
+        the central epsilon, or the local one if no round has a central charge. It is
+        infinite if a round has no such guarantee.
         """
         trust_model = self.header.get("mechanism", {}).get("trust_model")
         charges = [entry.charge for entry in self.entries]
@@ -223,7 +223,7 @@ Place = tuple[str, str, int]
 
 
 def place_of(details: Mapping[str, Any]) -> Place | None:
-    """Returns a round's place; raises ValueError if it is none."""
+    """Returns a round's place, or None; raises ValueError if it is malformed."""
     if PLACE not in details:
         return None
     segment, session, position = details[PLACE]
@@ -235,9 +235,9 @@ def place_of(details: Mapping[str, Any]) -> Place | None:
 def repeated_by_branches(places: Mapping[str, Place | None]) -> dict[str, str]:
     """Returns the charges that a branch of correlated noise costs once more.
 
-    If two processes go on from one noise memory, as from a checkpoint and its backup,
-    each one's noise is correlated with that before the branch. Each of them is charged
-    as a segment of its own, so the second one costs the rounds before it again.
+    If two processes continue from one noise state, as from a checkpoint and its backup,
+    the noise of each is correlated with the noise before the branch. Each is charged as
+    a separate segment, so the second one pays for the rounds before it again.
 
     Args:
       places: The place of each charge of a run, by the charge's id.
@@ -388,8 +388,8 @@ class PrivacyLedger:
             is_ours = mode == "create" and not os.fstat(self._file).st_size
             if mode == "create" and not is_ours:  # Between opening and locking it.
                 raise LedgerInUseError(
-                    f"The ledger {self.path} was begun by another run just now; give "
-                    "this one a ledger (or an output directory) of its own."
+                    f"Another run has just created the ledger {self.path}; give "
+                    "this one its own ledger (or output directory)."
                 )
             contents = self._recover(expected_head)
             self._header, self._head = contents.header, contents.head
@@ -417,8 +417,8 @@ class PrivacyLedger:
         except BlockingIOError:
             self.close()
             raise LedgerInUseError(
-                f"The ledger {self.path} is being written by another run; "
-                "give this one a ledger (or an output directory) of its own."
+                f"Another run is writing to the ledger {self.path}; give this one "
+                "its own ledger (or output directory)."
             ) from None
         except BaseException:
             if is_ours:

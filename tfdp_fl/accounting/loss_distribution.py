@@ -70,7 +70,7 @@ class LossDistribution:
     """
 
     def __init__(self, interval: float, directions: tuple[_Losses, ...]):
-        """Takes the losses of each direction, or those of both."""
+        """Takes the losses of each direction, or one that holds for both."""
         self.interval = interval
         self._directions = directions
 

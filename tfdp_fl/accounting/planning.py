@@ -22,7 +22,7 @@ from tfdp_fl.terms import Sampling
 # A limit beyond any real training; without it, a free mechanism would never stop.
 _MAX_ROUNDS = 1 << 40
 _MAX_SCHEDULED_ROUNDS = 1_000_000
-# PLD takes seconds for so many, and its rounding makes it worse than RDP long before.
+# PLD takes seconds for this many, and is looser than RDP, by rounding, long before.
 _MAX_PLD_ROUNDS = 10_000_000
 # For the noise multiplier and epsilon; within the promised 0.1 %.
 _TOLERANCE = 8e-4

@@ -83,7 +83,7 @@ class IndexedSource:
       lengths: int32[N], or int64.
       table: int32[slots].
       is_declared: Whether the spec of the arrays is public: the schema of a table, or
-        a declared spec. Otherwise, it is that of the clients' own data.
+        a declared spec. Otherwise, it comes from the clients' own data.
       failed: The clients whose examples do not fit the spec, by position; they own no
         slots.
       had_repeated_rows: Whether a function was mapped to clients that shared rows or
@@ -335,7 +335,7 @@ class StreamedSource:
     def element_spec(self) -> nests.Nest:
         """The `tf.TensorSpec`s (x, y) of one example.
 
-        If unknown, it is that of the first client that can be read, for information.
+        If unknown, it is taken from the first readable client, for information only.
 
         Raises:
           ValueError: If no client can be read.
@@ -616,7 +616,7 @@ def check_dataset(dataset: tf.data.Dataset) -> None:
         )
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise nests.ExamplesValueError(
-            "A client's dataset must end, got one that repeats for ever."
+            "A client's dataset must be finite, got one that repeats endlessly."
         )
     spec = _element_pair(dataset.element_spec)
     if _is_batched(dataset):

@@ -71,8 +71,8 @@ def require_distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
         raise ValueError("client_ids must name each client, got a missing value (NaN).")
     if any(isinstance(each, float) and abs(each) >= 2**53 for each in ids):
         raise ValueError(
-            "client_ids must tell clients apart, got floating-point numbers of 2**53 "
-            "or more, which may stand for several: read them as integers or as text."
+            "client_ids must distinguish clients, got floating-point numbers of 2**53 "
+            "or more, which may merge several ids: read them as integers or as text."
         )
     if len(set(ids)) < len(ids):
         raise ValueError("client_ids must be distinct, got some repeatedly.")

@@ -137,8 +137,8 @@ class Trained(NamedTuple):
       kept: What is kept of each.
       step: If the update in `total` is in whole steps, int32 (`records.to_steps`):
         the step, float32 scalar; otherwise ().
-      bits: Side by side, the smallest and the largest over all places of the bits from
-        which a record is made, for `CohortEngine.fits`: both results of
+      bits: Side by side, the bits from which a record is made, the smallest and the
+        largest over all places, for `CohortEngine.fits`: both results of
         `norm_and_upper_bound`, int32 [2, 2, 2], and each dense layer's inputs and
         gradients, int32 [2, S B, in or out]. All are empty unless
         `Broadcast.returns_bits`.
@@ -167,7 +167,7 @@ def _with_update(total: CohortSum, update: list[nests.Nest]) -> CohortSum:
     return total._replace(contribution=total.contribution._replace(update=update))
 
 
-# From so many weights on, the time of a call is less than that of a copy.
+# With at least this many weights, calling a function is faster than copying.
 _MANY_WEIGHTS = 2**20
 
 
@@ -194,9 +194,9 @@ class ThreadSum:
 
     Attributes:
       total: The sum so far; None before the first client.
-      in_steps: More results, in whole steps of one size; None if there are none. They
-        are added as they are, and in place, in an array of its own, because converting
-        and allocating take longer than adding.
+      in_steps: Further results, in whole steps of one size; None: none yet. They are
+        added in place, unconverted, because converting and allocating take longer than
+        adding.
       num_in_steps: The number of clients in them.
     """
 
@@ -244,7 +244,7 @@ def _array(part: np.ndarray | tf.Tensor) -> np.ndarray:
 
 
 def _add_in_place(total: CohortSum, other: CohortSum) -> CohortSum:
-    """Returns a sum whose update is that of `total`, changed in place, as arrays."""
+    """Returns the sum of both; its update is `total`'s arrays, changed in place."""
     update = [
         part if isinstance(part, np.ndarray) else np.array(nests.view(part))
         for part in _update(total)
@@ -368,6 +368,9 @@ class PendingRound:
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
     without_noise: int = 0
 
+    def __post_init__(self):
+        self._is_added = np.zeros(self.cohort_size, np.bool_)
+
     @property
     def cohort_size(self) -> int:
         """Returns the number of clients drawn."""
@@ -381,7 +384,13 @@ class PendingRound:
             longer, if padded for a function of fixed shapes.
           trained: The function's result, as tensors.
           thread: The thread that trained the clients.
+
+        Raises:
+          RuntimeError: One of the clients was added before, or an error came meanwhile.
         """
+        if self._is_added[members].any():
+            raise RuntimeError("A client would be added to a round's sum twice.")
+        self._is_added[members] = True
         count = len(members)
         rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.kept)
         if count and len(rows.updates):

@@ -1,4 +1,4 @@
-"""Runs the rounds of a cohort on this machine's cores.
+"""Runs a cohort's round on this machine.
 
 The path of a client's update from the dataset to the released model:
 
@@ -83,7 +83,7 @@ class CohortEngine:
         model: tf.keras.Model,
         training: trainer_lib.Training,
         mechanism: mechanism_lib.Mechanism,
-        deployment: contribution.PrivacyContext,
+        context: contribution.PrivacyContext,
         element_spec: nests.ElementSpec,
         aggregate_non_trainable: bool = True,
         between_client_variance: bool = False,
@@ -99,7 +99,8 @@ class CohortEngine:
           model: The user's built model, which serves as the server's model.
           training: How clients train, and how the model is updated.
           mechanism: Defines what is released about a cohort.
-          deployment: The mechanism's context; the number of variables is filled in.
+          context: What the mechanism may know about the run; the engine adds the
+            number of variables.
           element_spec: `(features, labels)` specs of one example.
           aggregate_non_trainable: Whether clients upload non-trainable state.
           between_client_variance: Whether to compute Geyer's V_c and U_s.
@@ -122,7 +123,7 @@ class CohortEngine:
             )
         self.query = mechanism.bind(
             dataclasses.replace(
-                deployment,
+                context,
                 num_variables=len(trainer.aggregated),
                 shapes=tuple(tuple(v.shape) for v in trainer.aggregated),
             )
@@ -175,7 +176,7 @@ class CohortEngine:
         self._fallback = ""
         self.used_strategies: set[layout.Strategy] = set()
         # A public number, as the number of threads can decide a result's last bits.
-        self._usual_cohort = math.ceil(deployment.cohort_size(0))
+        self._usual_cohort = math.ceil(context.cohort_size(0))
         self.programs = client_programs.CohortPrograms(
             trainer,
             self.query,
@@ -224,7 +225,7 @@ class CohortEngine:
         seed = np.zeros(2, np.uint64)
         state = self.query.initial_global_state()
         received = self._broadcast(self.server.variables, state, 0.0, seed)
-        z, m = query.mechanism.noise_multiplier_at(0), query.deployment.cohort_size(0)
+        z, m = query.mechanism.noise_multiplier_at(0), query.context.cohort_size(0)
         part = self.layout.one_by_one(nobody, is_fine(z, m))[0]
         program = self.programs.program(received, part)
         if self.layout.at_once is not None:
@@ -275,18 +276,18 @@ class CohortEngine:
         """Returns whether this width gives every place the same bits as the reference.
 
         A call trains the same made-up client, with made-up weights, in every place. All
-        results must agree to the last bit, from place to place and with those of the
-        reference, the first of two widths that agree: the inputs and gradients of each
-        row, the norms (of which few bits reach a record), and the sum. Some processors
-        compute the last rows of a product, or many rows, in another way than others.
-        Then one number in ten differs or more, so enough clients are made up for
-        `_COMPARED` numbers of the narrowest layer.
+        results must agree to the last bit, between places and with the reference (the
+        first of two widths that agree): the inputs and gradients of each row, the norms
+        (of which few bits reach a record), and the sum. Some processors compute the
+        last rows of a product, or many rows, differently from others. Then at least one
+        number in ten differs, so the clients made up have `_COMPARED` numbers in the
+        narrowest layer.
 
         Args:
           strategy: The program's.
           batch: Examples in a step.
           width: The number of clients in a call.
-          trials: Those of the machines that may train clients; None: of this one.
+          trials: The trials on the machines that may train clients; None: this one's.
         """
         trials = trials or self._trials
         key = self.programs.traced[strategy], batch, width
@@ -307,7 +308,7 @@ class CohortEngine:
         of_kind = self.programs.traced[strategy], batch
         if of_kind not in trials.references:
             kernels = self.layout.kernels or ()
-            # Large widths, which may have bits of their own, would waste the most on
+            # Small widths first: large ones, whose bits may differ, waste the most on
             # small cohorts.
             widths = dense_models.widths(kernels, strategy.num_steps, batch)
             seen: list[_Fingerprint] = []
@@ -532,13 +533,15 @@ class CohortEngine:
             for part in groups[thread]:
                 try:
                     with tf.device(self.device):  # Applies to one thread only.
-                        self._train(pending, chunk, part, thread)
+                        trained = self._train(pending, chunk, part)
                 except program_lib.CLIENT_ERRORS as error:
                     no_room = isinstance(error, tf.errors.ResourceExhaustedError)
                     batched = part.strategy.kind == layout.BATCHED
                     if no_room and batched and self.layout.at_once != 1:
                         raise _NoRoomError from error
                     raised.append(part)
+                else:  # An error in here ends the round: some may be in the sum.
+                    pending.add(part.members, trained, thread)
 
         others = [self._pool.submit(run, thread) for thread in range(1, len(groups))]
         try:
@@ -548,9 +551,8 @@ class CohortEngine:
         for other in others:
             other.result()
         for part in raised:
-            self.train_part_one_by_one(
-                pending, part, functools.partial(self._train, pending, chunk)
-            )
+            train = functools.partial(self._train, pending, chunk)
+            self.train_part_one_by_one(pending, part, self.layout, train)
 
     @_signals.defer_signals()  # Errors in here are taken for the model's.
     def _trace(self, pending: cohort.PendingRound) -> None:
@@ -612,7 +614,7 @@ class CohortEngine:
         self._is_prepared = True
 
     def _forget_programs(self) -> None:
-        """Makes the next round trace everything anew."""
+        """Makes the next round trace everything again."""
         self.programs.traced.clear()
         self._release.forget()
         if self._later_clip is not None:
@@ -643,22 +645,22 @@ class CohortEngine:
         pending: cohort.PendingRound,
         chunk: layout.Chunk,
         part: layout.Part,
-        thread: int = 0,
-    ) -> None:
-        """Trains the clients of a part and adds them to one thread's sum."""
+    ) -> cohort.Trained:
+        """Trains the clients of a part; adds nothing to the round."""
         program = self.programs.traced[part.strategy]
         self.used_strategies.add(part.strategy)
         chunk = chunk._replace(table=part.table)
         if part.strategy.xla:
             chunk = layout.gather(chunk, part.table)
-        trained = program(pending.received, chunk)
-        pending.add(part.members, trained, thread)
+        trained: cohort.Trained = program(pending.received, chunk)
+        return trained
 
     def train_part_one_by_one(
         self,
         pending: cohort.PendingRound,
         part: layout.Part,
-        train_part: Callable[[layout.Part], None],
+        parts: layout.Layout,
+        train_part: Callable[[layout.Part], cohort.Trained],
     ) -> None:
         """Trains the clients of a part in which one client's data raised an error.
 
@@ -668,24 +670,26 @@ class CohortEngine:
         Args:
           pending: The round.
           part: The clients.
-          train_part: Trains some of them and adds up their updates; raises one of
-            `program.CLIENT_ERRORS` if their data is at fault.
+          parts: The layout of whoever trains them.
+          train_part: Trains some of them; raises one of `program.CLIENT_ERRORS` if
+            their data is at fault.
         """
-
-        def train(places: np.ndarray) -> None:
-            clients = layout.select(part.table, places)
-            train_part(self.layout.part(part.strategy, clients))
-
         # An empty batch first yields the zero sum and surfaces machine errors.
         nobody = layout.select(part.table, np.arange(0))
-        train_part(self.layout.part(part.strategy._replace(xla=False), nobody))
+        empty = parts.part(part.strategy._replace(xla=False), nobody)
+        pending.add(empty.members, train_part(empty))
         for place, member in enumerate(part.members):
+            alone = parts.part(
+                part.strategy, layout.select(part.table, np.array([place]))
+            )
             try:
-                train(np.array([place]))
+                trained = train_part(alone)
             except program_lib.CLIENT_ERRORS as error:
                 position = int(pending.inputs.positions[member])
                 operation = self.programs.traced[part.strategy].find_operation(error)
                 pending.failures.append(ClientFailure(position, error, operation))
+            else:
+                pending.add(alone.members, trained)
 
     def complete(self, pending: cohort.PendingRound) -> None:
         """Ends the collection once every chunk has been added.

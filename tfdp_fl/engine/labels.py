@@ -202,7 +202,7 @@ class IndexCheck:
         The layers before them are called on all clients, drawn or not, without being
         charged. So they run as a `Program`, in which no layer can store what it sees
         in a weight. Nor can it read one, so indexes that depend on weights are not
-        checked: those of a silo come from its server, which would learn from errors
+        checked: a silo gets its weights from a server, which would learn from errors
         how a client's features compare with them.
 
         Args:

@@ -27,12 +27,12 @@ from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import cohort, dense_models, program
 from tfdp_fl.mechanisms import records
 
-# How much of several clients' data and row numbers a chunk holds, and of the updates
-# that wait for a joint clip one call of a compiled function.
+# The most bytes of data and row numbers in a chunk of several clients, and of updates
+# awaiting a joint clip in one call of a compiled function.
 CHUNK_BYTES = 64 * 2**20
 
-# The most rows that a client may train on in a round, counted once an epoch. (Int32
-# numbers them, and 512 MiB hold their numbers.)
+# The most rows that a client may train on in a round, counted once an epoch. (Their
+# numbers are int32, 512 MiB in all.)
 MOST_ROWS = 2**27
 
 # One client after another; dense models without a copy of the model per client
@@ -83,9 +83,8 @@ class ClientTable(NamedTuple):
 
     def map_clients(self, change: Callable[[_Array], _Array]) -> ClientTable:
         """Returns a table with `change` applied to the arrays that have K rows."""
-        names = self._fields[self._fields.index("first_row") :]
-        arrays = tuple(getattr(self, name) for name in names)
-        return self._replace(**dict(zip(names, map(change, arrays), strict=True)))
+        first = self._fields.index("first_row")
+        return ClientTable(*self[:first], *map(change, self[first:]))
 
 
 def client_table(
@@ -135,8 +134,8 @@ def client_table(
     )
 
 
-# How many rows of a client are shuffled at a time, for as many whole epochs.
-_SHUFFLED = 2**20
+# The most rows shuffled at a time, in whole epochs; always at least one epoch.
+_MAX_SHUFFLED_ROWS = 2**20
 
 
 def _shuffled(
@@ -144,7 +143,7 @@ def _shuffled(
 ) -> Iterator[np.ndarray]:
     """Yields one client's rows for all epochs, each in a random order, in parts."""
     random = np.random.Generator(generator).random
-    at_once = max(1, _SHUFFLED // max(1, len(rows)))
+    at_once = max(1, _MAX_SHUFFLED_ROWS // max(1, len(rows)))
     for done in range(0, epochs, at_once):
         draws = random((min(at_once, epochs - done), len(rows)))
         yield rows[draws.argsort(axis=1)].ravel()
@@ -188,8 +187,8 @@ class Strategy(NamedTuple):
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
       num_steps: Side by side only: one of `dense_models.PROGRAM_STEPS`.
-      fine: Whether records are rounded to the finer grid of float64 sums instead of
-        that of int32 sums (`records`).
+      fine: Whether records are rounded to the finer grid, for float64 sums, instead
+        of the coarser one, for int32 sums (`records`).
       xla: Whether XLA compiles it; each call then trains one client with full batches.
     """
 
@@ -248,9 +247,9 @@ class Layout:
         let the machine's speed decide a client's bits.
       at_once: How many clients train as one batched program; None: no batching.
       sums_in_steps: Whether clients that train one by one may be added up in int32.
-      fits: Returns, for a strategy, a batch size and a number of clients (one of
-        `dense_models.widths`), whether a side-by-side program on this machine gives
-        each client the same result in any place, and with any other such number.
+      fits: Takes a strategy, a batch size and a width (a number of clients from
+        `dense_models.widths`). Returns whether that side-by-side program gives a client
+        the same bits in every place as the other widths do on this machine.
     """
 
     element_spec: nests.ElementSpec
@@ -266,8 +265,8 @@ class Layout:
     ) -> Iterator[Chunk]:
         """Yields the data of a round's cohort, at least one chunk.
 
-        A client that cannot be read has failed, and so has one with more than
-        `MOST_ROWS` to train on, or one for which alone the memory does not suffice.
+        A client has failed if it cannot be read, has more than `MOST_ROWS` rows to
+        train on, or is by itself too large for the memory.
 
         Args:
           dataset: The source of the examples, from `CohortEngine.check_labels`.
@@ -604,12 +603,12 @@ def in_chunks(
 ) -> Iterator[_Made]:
     """Yields chunks of at most `CHUNK_BYTES` or of one client; at least one chunk.
 
-    So whether there is memory for several clients does not depend on any of them.
+    So no single client decides whether memory suffices for several.
 
     Args:
       clients: Yields each client's position, its size in bytes, and what `make` needs.
       make: Makes the chunk of some clients, perhaps of none.
-      failures: Gets each client for which alone there is too little memory.
+      failures: Each client that is too large for the memory by itself is added here.
       most: The most clients in a chunk.
     """
 
@@ -669,7 +668,7 @@ def _table(
 
 @program.numpy_memory_errors_as_tensorflows()
 def gather(chunk: Chunk, table: ClientTable) -> Chunk:
-    """Returns a chunk of one client's own rows, padded to a power of eight of batches.
+    """Returns a chunk of one client's rows, padded to a power-of-eight batch count.
 
     XLA compiles a program for each shape of its arguments. Here a shape depends only on
     the client's own number of examples, with four shapes for up to 512 batches. Padding

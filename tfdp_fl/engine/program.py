@@ -128,7 +128,7 @@ class Program:
             )
 
     def _with_few_threads(self, threads: int) -> Callable[..., list[tf.Tensor]]:
-        """Returns a function of tensors whose operations use at most so many threads.
+        """Returns a function whose operations use at most `threads` threads each.
 
         TensorFlow would split every operation among all cores. Where calls on several
         threads use them already, that only makes them wait for each other. `MapDefun`
@@ -267,7 +267,7 @@ _NEVER_JOINED = "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"
 
 
 def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
-    """Splits every `AddN` of numbers into additions of two terms, which stay apart.
+    """Splits every `AddN` of numbers into two-term additions that are never merged.
 
     TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
     variable, which threads look up by the operation's name. Threads that run the same

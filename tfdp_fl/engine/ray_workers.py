@@ -12,6 +12,7 @@ the engine continues.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -148,15 +149,25 @@ class ShardedCohorts:
 
             def train_one(
                 part: layout.Part,
-                train: Callable[[list[layout.Part]], list[layout.Part]] = train,
-            ) -> None:
-                if train([part]):
+                train: Callable[[list[layout.Part]], list[cohort.Trained | None]],
+            ) -> cohort.Trained:
+                (trained,) = train([part])
+                if trained is None:
                     raise tf.errors.InvalidArgumentError(
                         None, None, "A worker's training raised an error on its data."
                     )
+                return trained
 
-            for part in train(parts):
-                self._engine.train_part_one_by_one(pending, part, train_one)
+            for part, trained in zip(parts, train(parts), strict=True):
+                if trained is not None:
+                    pending.add(part.members, trained)
+                    continue
+                self._engine.train_part_one_by_one(
+                    pending,
+                    part,
+                    self._layout,
+                    functools.partial(train_one, train=train),
+                )
 
     def _train_parts(
         self,
@@ -164,28 +175,21 @@ class ShardedCohorts:
         chunk: layout.Chunk,
         traced: program.Program,
         parts: list[layout.Part],
-    ) -> list[layout.Part]:
-        """Trains parts, one per worker; returns those whose data raised an error."""
-        shards: list[Arrays] = []
-        sent: list[layout.Part] = []
-        failed: list[layout.Part] = []
-        for part in parts:
-            try:
-                shards.append(self._shard(chunk, part))
-                sent.append(part)
-            except program.CLIENT_ERRORS:
-                failed.append(part)
+    ) -> list[cohort.Trained | None]:
+        """Trains parts, one per worker; None for one whose data raised an error."""
+        shards: dict[int, Arrays] = {}
+        for place, part in enumerate(parts):
+            with contextlib.suppress(*program.CLIENT_ERRORS):
+                shards[place] = self._shard(chunk, part)
         results = self._workers.run(
-            traced, _arrays(pending.received), self._examples, shards
+            traced, _arrays(pending.received), self._examples, [*shards.values()]
         )
-        for part, arrays in zip(sent, results, strict=True):
-            if arrays is None:
-                failed.append(part)
-                continue
-            leaves = list(map(tf.constant, arrays))
-            trained = tf.nest.pack_sequence_as(traced.structure, leaves)
-            pending.add(part.members, trained)
-        return failed
+        trained: list[cohort.Trained | None] = [None] * len(parts)
+        for place, arrays in zip(shards, results, strict=True):
+            if arrays is not None:
+                leaves = map(tf.constant, arrays)
+                trained[place] = nests.pack(traced.structure, leaves)
+        return trained
 
     def _run_on_every_worker(
         self, traced: program.Program, received: cohort.Broadcast, chunk: layout.Chunk
@@ -481,7 +485,14 @@ class RayWorkers:
             the other clients of the cohort; its contribution must not.
         """
         with self._lock:
-            first, *others = self.open()._facts_of(range(self.num_workers))
+            was_running = bool(self._cluster.actors)
+            try:
+                first, *others = self.open()._facts_of(range(self.num_workers))
+            except WorkerUnavailable:
+                if not was_running:
+                    raise
+                # One died while it was idle, and all have been dropped.
+                first, *others = self.open()._facts_of(range(self.num_workers))
         for facts in others:
             if facts != first:
                 raise WorkerError(

@@ -163,7 +163,7 @@ class MetricResults:
     def __call__(
         self, state: cohort.MetricState, examples: tf.Tensor
     ) -> dict[str, float]:
-        """Returns the results of a state, the sum over so many examples."""
+        """Returns the metrics of a state, a sum over `examples` examples."""
         if self._traced is None:
             return {}
         try:
@@ -283,7 +283,7 @@ class Release:
             )
         mechanism = self.query.mechanism
         if mechanism.releases_weights:
-            # Whether anybody answered has no noise. A central guarantee covers it.
+            # Whether any client answered has no noise; a central guarantee hides it.
             is_central = mechanism.trust_model == TrustModel.CENTRAL
             tf.cond(
                 tf.constant(True) if is_central else contribution.weight > 0,
@@ -324,7 +324,7 @@ class Release:
         return is_most & (state > (_FILLING * clip) ** 2)
 
 
-# Buffers with at least so many numbers are variables.
+# Buffers with at least this many numbers are variables.
 _LARGE = 2**16
 
 
@@ -347,7 +347,7 @@ def with_variables(state: contribution.RoundState) -> contribution.RoundState:
 
 
 def _spec_of(leaf: nests.Nest) -> tf.TensorSpec:
-    """Returns the spec of an argument; of a variable, that of its handle."""
+    """Returns the spec of an argument; for a variable, its handle's spec."""
     if isinstance(leaf, tf.TensorSpec):
         return leaf
     if isinstance(leaf, tf.Variable):
@@ -515,7 +515,7 @@ class DeferredClipping:
         try:
             return [(slice(None), clip_at(slice(None)))]
         except program.CLIENT_ERRORS:
-            clip_at(slice(0, 0))  # Nobody's data is at fault if this raises.
+            clip_at(slice(0, 0))  # If this raises, no client's data is to blame.
         clipped = []
         for place, member in enumerate(members):
             places = slice(place, place + 1)

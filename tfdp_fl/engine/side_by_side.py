@@ -48,7 +48,7 @@ from tfdp_fl.mechanisms.contribution import RoundState
 # vector. This many rows always do, whatever the length of a row.
 _FILLED = 32
 
-# Gram matrices of such long rows take half the time if each is a product of its own.
+# For rows at least this long, one product per Gram matrix takes half the time.
 _LONG = 512
 
 # At most one rounded operation per element, so every way of computing it agrees.

@@ -156,7 +156,7 @@ def _run_or_resume(sweep_run: SweepRun, path: pathlib.Path) -> Json:
 
 
 def _result(path: pathlib.Path) -> Json | None:
-    """Returns the result of a run that has ended; None if it is to be continued."""
+    """Returns the result of a run that has ended; None if it must continue."""
     file = path / training.RESULT
     result = json.loads(file.read_text("utf-8")) if file.is_file() else None
     return None if _is_interrupted(result or {}) else result

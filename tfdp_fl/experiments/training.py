@@ -44,7 +44,7 @@ STATEMENT_JSON = "privacy.json"
 REPORT = "report.html"
 CHART = "accuracy.png"
 RESULT = "result.json"
-INTERRUPTED = "interrupted"  # A result's "stopped" if it is to be continued.
+INTERRUPTED = "interrupted"  # A result's "stopped" if the run can be continued.
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
 

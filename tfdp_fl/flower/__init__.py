@@ -6,17 +6,17 @@ objects. Clients do not import TensorFlow.
 
 from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod, silo_app
 from tfdp_fl.flower.dp_fed_avg import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed
-from tfdp_fl.flower.history import ReleasedRound
+from tfdp_fl.flower.history import ChargedRound
 from tfdp_fl.flower.private_rounds import RoundNotConfiguredError
 from tfdp_fl.flower.private_strategy import PrivateStrategy
 
 __all__ = [
+    "ChargedRound",
     "DPFedAvg",
     "DPFedAvgAdaptive",
     "DPFedAvgFixed",
     "DPFedAvgNumPyClient",
     "PrivateStrategy",
-    "ReleasedRound",
     "RoundNotConfiguredError",
     "private_mod",
     "silo_app",

@@ -25,8 +25,8 @@ ClientOf = Callable[[int], str | int]
 
 
 @dataclasses.dataclass(frozen=True)
-class ReleasedRound:
-    """A round that was charged.
+class ChargedRound:
+    """A round that was charged, whether or not it was released.
 
     Attributes:
       server_round: Flower's number of the round.
@@ -46,13 +46,13 @@ class ReleasedRound:
 
 
 class RoundHistory:
-    """The charged rounds: all rounds in the ledger, or those released here.
+    """The charged rounds: all rounds in the ledger, or those charged here.
 
     The ledger may also hold rounds that were released by an earlier process, or by
     another strategy on some of the same clients. They count equally.
 
     Attributes:
-      released: The rounds charged to this strategy.
+      charged: The rounds charged to this strategy.
       budget: The budget; None for no limit.
       ledger: The open ledger, or None.
     """
@@ -71,7 +71,7 @@ class RoundHistory:
           ValueError: It has rounds with another neighbouring relation.
           LedgerError: It cannot be continued.
         """
-        self.released: list[ReleasedRound] = []
+        self.charged: list[ChargedRound] = []
         self.budget, self._sampling = budget, sampling
         self.ledger: accounting.PrivacyLedger | None = None
         self._account = account_lib.PrivacyAccount(TrustModel.CENTRAL, 1)
@@ -101,12 +101,12 @@ class RoundHistory:
     @property
     def num_rounds(self) -> int:
         """The number of charged rounds, whichever strategy released them."""
-        return len(self.released) if self.ledger is None else self.ledger.rounds
+        return len(self.charged) if self.ledger is None else self.ledger.rounds
 
     @property
     def num_from_ledger(self) -> int:
         """The number of rounds in the ledger that others released."""
-        return self.num_rounds - len(self.released)
+        return self.num_rounds - len(self.charged)
 
     def accountant(self) -> accounting.PrivacyAccountant:
         """Returns the cost of all charged rounds."""
@@ -137,52 +137,52 @@ class RoundHistory:
                     "epsilon cannot cover both."
                 )
 
-    def affords(self, planned: ReleasedRound) -> bool:
+    def affords(self, planned: ChargedRound) -> bool:
         """Returns whether the budget allows a round."""
         self._refresh()
         return self.budget is None or self._account.allows(self.budget, planned.charge)
 
     def mark_released(self, num_replies: int) -> None:
         """Records that the last charged round is released."""
-        self.released[-1] = dataclasses.replace(
-            self.released[-1], num_replies=num_replies, is_released=True
+        self.charged[-1] = dataclasses.replace(
+            self.charged[-1], num_replies=num_replies, is_released=True
         )
 
-    def charge(self, released: ReleasedRound) -> accounting.Charge:
+    def charge(self, charged: ChargedRound) -> accounting.Charge:
         """Charges a round, first in the ledger; returns the receipt.
 
         An abandoned round is charged even beyond the budget, because what it reveals
-        cannot be taken back. No further round is then started.
+        cannot be taken back. No further round is then started. After an error, nothing
+        is charged, and the round must not be released.
 
         Raises:
           BudgetExceededError: The round would exceed the budget because others have
             written to the ledger since the budget was last checked.
           LedgerWriteError: Its line could not be written.
-          In both cases, nothing is charged, and the round must not be released.
         """
-        # (Not how many replied: whoever knows which others never do could tell from it
-        # how many of the rest were drawn.)
+        # (Not the number of replies: anyone who knows which clients never reply could
+        # infer how many of the others were drawn.)
         details: Json = {}
-        if released.num_replies is None:
+        if charged.num_replies is None:
             details["charged_first"] = 1  # It is not yet known if it is released.
-        elif not released.is_released:
+        elif not charged.is_released:
             details["abandoned"] = 1
         budgets = [self.budget] if self.budget and "abandoned" not in details else []
         # An interrupt waits until the round is counted here as well.
         with _signals.defer_signals():
             paid = self._account.charge(
-                released.charge,
+                charged.charge,
                 budgets=budgets,
                 ask=self._refresh,
                 round_index=self.num_rounds,
-                cohort_size=int(released.charge.clients_per_round),
+                cohort_size=int(charged.charge.clients_per_round),
                 details={
-                    "server_round": released.server_round,
-                    "clip_norm": released.clip_norm,
+                    "server_round": charged.server_round,
+                    "clip_norm": charged.clip_norm,
                     **details,
                 },
             )
-            self.released.append(released)
+            self.charged.append(charged)
         return paid
 
 

@@ -50,7 +50,7 @@ class RoundNotConfiguredError(RuntimeError):
 class PrivateRounds:
     """A wrapped strategy with a budget, and its rounds from cohort to release.
 
-    Rounds run one at a time: a round is dropped when the next one is configured.
+    Rounds run one at a time: configuring a round abandons an unfinished one.
 
     Attributes:
       strategy: The wrapped strategy.
@@ -99,8 +99,8 @@ class PrivateRounds:
             your own. It gets one reply per round, the noisy mean.
           mechanism: The mechanism, which defines what is released.
           num_clients: N. At least this many must be connected in each round.
-          clients_per_round: m, the number of clients asked in each round, drawn with
-            the operating system's random numbers.
+          clients_per_round: m, the number of clients asked in each round (expected, if
+            random), drawn with the operating system's random numbers.
           sampling: "fixed_size": m of the connected clients; "poisson": each of them
             with probability m/N; or "random_allocation": each of them, independently,
             in one of the floor(N/m) rounds of each pass. The last two cost less. With
@@ -111,8 +111,8 @@ class PrivateRounds:
           on_client_failure: "exclude" (release the others' sum; the default) or "abort"
             (abandon the round). If each client adds a share of the noise
             (`noise_site="client"`), all of them must reply, so only "abort" is allowed.
-            An unusable reply is no failure then: its update is replaced by zero, and
-            the server adds the missing noise.
+            An unusable reply is then not a failure: its update counts as zero, and the
+            server adds the missing noise.
           ledger: A `PrivacyLedger`, or the file of one, created or continued. A
             round's line is on disk before its result is returned.
           target_epsilon: The budget. A round that would exceed it is not started.
@@ -172,7 +172,7 @@ class PrivateRounds:
                 "mechanism must have one noise_multiplier with random allocation, "
                 f"whose passes are charged as a whole, got {mechanism!r}."
             )
-        sums.check_mechanism(mechanism, self._deployment)
+        sums.check_mechanism(mechanism, self._context)
         # A clip that is computed from each cohort is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm()
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
@@ -180,7 +180,7 @@ class PrivateRounds:
         _validate.one_of(rules, on_client_failure=self._on_client_failure)
         if accountant is None:
             events = (
-                mechanism.round_event(index, self._deployment)
+                mechanism.round_event(index, self._context)
                 for index in range(rounds or 1)
             )
             kinds = {self._participation.charge(event) for event in set(events)}
@@ -268,9 +268,9 @@ class PrivateRounds:
         return self._on_client_failure
 
     @property
-    def released_rounds(self) -> tuple[history.ReleasedRound, ...]:
+    def charged_rounds(self) -> tuple[history.ChargedRound, ...]:
         """The rounds charged to this strategy."""
-        return tuple(self._history.released)
+        return tuple(self._history.charged)
 
     def privacy_epsilon(
         self, delta: float | None = None, accountant: str | None = None
@@ -330,7 +330,7 @@ class PrivateRounds:
             "accountant": accountant,
             "trust_model": self.mechanism.trust_model,
             "relation": f"one client is {self._participation.relation.value}",
-            "rounds": len(self._history.released),
+            "rounds": len(self._history.charged),
             "rounds_from_ledger": self._history.num_from_ledger,
             "planned_rounds": self.rounds if ahead else None,
             "epsilon_of_planned_rounds": planned if ahead else None,
@@ -341,27 +341,28 @@ class PrivateRounds:
         return _files.to_finite(report)
 
     def _charges_ahead(self) -> collections.Counter[accounting.RoundCharge]:
-        """Returns what the planned rounds that have not run cost; none if unknown."""
+        """Returns the costs of planned rounds not yet run; empty if unknown."""
         index, participation = self._history.num_rounds, self._participation
         ahead = 0 if self.rounds is None else max(0, self.rounds - index)
         if self._secagg_step is not None:  # Its rounding depends on the model.
             ahead = 0
         if self._correlation is not None:
             index = self._correlation.record.released
+        rounds, context = range(index, index + ahead), self._context
+        events = (self.mechanism.round_event(t, context) for t in rounds)
+        costs = [*map(participation.charge, events)]
         if self._sampling == Sampling.RANDOM_ALLOCATION:  # Charged pass by pass.
-            ahead = -(-ahead // participation.rounds_per_pass)
-        rounds, deployment = range(index, index + ahead), self._deployment
-        events = (self.mechanism.round_event(t, deployment) for t in rounds)
-        return collections.Counter(map(participation.charge, events))
+            length = participation.rounds_per_pass
+            passes = (costs[k : k + length] for k in range(0, ahead, length))
+            costs = [
+                min(each, key=lambda cost: cost.noise_multiplier or 0)
+                for each in passes
+            ]
+        return collections.Counter(costs)
 
     def _caveats(self, epsilon: float, epsilon_if_known: float) -> list[str]:
         """Returns the caveats that apply, as self-contained sentences."""
         num_other_rounds, correlated = self._history.num_from_ledger, self._correlation
-        any_failed = any(
-            r.is_released and (r.num_replies or 0) < r.charge.clients_per_round
-            for r in self._history.released
-            if r.charge.sampling not in charge_lib.OF_RANDOM_SIZE
-        )
         has_random_size = self._sampling in charge_lib.OF_RANDOM_SIZE
         applies = {
             "plan_fixed_in_advance": True,
@@ -375,7 +376,7 @@ class PrivateRounds:
             "flower_cohorts_secret": not correlated and epsilon != epsilon_if_known,
             "population_stated": has_random_size,
             "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
-            "clients_excluded": any_failed,
+            "clients_excluded": self.on_client_failure == "exclude",
             "rounds_may_be_abandoned": self._participation.charge_if_abandoned,
             "noised_updates_charged": not self._participation.charge_if_abandoned
             and self._charges_first,
@@ -397,7 +398,7 @@ class PrivateRounds:
             self._history.ledger.close()
 
     @property
-    def _deployment(self) -> mechanisms.PrivacyContext:
+    def _context(self) -> mechanisms.PrivacyContext:
         return mechanisms.PrivacyContext(
             clients_per_round=self._expected_size,
             num_clients=self.num_clients,
@@ -407,9 +408,9 @@ class PrivateRounds:
 
     @property
     def _participation(self) -> charge_lib.Participation:
-        """Which clients could be in a round, apart from what abandoned rounds reveal.
+        """Which clients could be in a round, without its place in a pass.
 
-        With SecAgg+, a round is abandoned if one client fails.
+        It covers what abandoning reveals. With SecAgg+, one failure abandons a round.
         """
         may_abandon = self.on_client_failure == "abort" or self._secagg_step is not None
         return charge_lib.Participation(
@@ -444,7 +445,7 @@ class PrivateRounds:
         """Abandons a round that was started but not released."""
         if self._open_round[1] is not None:
             _logger.warning(
-                "Round %s is abandoned: no replies came.", self._open_round[0]
+                "Round %s is abandoned: no replies arrived.", self._open_round[0]
             )
             no_replies = sums.Collected(0, False, self._open_round[1].round_state)
             algorithm.finish_round(
@@ -469,7 +470,15 @@ class PrivateRounds:
         template: sums.Template,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
-        """Draws the clients of a round; None if the round is not started."""
+        """Draws and checks a round, and charges it if that comes first; None: none.
+
+        Args:
+          server_round: Flower's number of the round.
+          connected: The connected clients, by id.
+          model: The weights before the round.
+          template: The model's form in Flower's messages.
+          names: The arrays' names, if they have any.
+        """
         for array in model:
             if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
                 raise ValueError(
@@ -477,8 +486,8 @@ class PrivateRounds:
                     f"of dtype {array.dtype}."
                 )
         non_negative = self._find_non_negative(model, names)
-        # Rounds without cost do not count. It is read once, as other processes may
-        # write to the ledger.
+        # Only charged rounds count. It is read once, as other processes may write to
+        # the ledger.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
             return None
@@ -489,7 +498,7 @@ class PrivateRounds:
         if self._correlation is not None:
             self._correlation.begin(model)  # May raise, before any client is asked.
             index = self._correlation.record.released
-        event = self.mechanism.round_event(index, self._deployment)
+        event = self.mechanism.round_event(index, self._context)
         z = charge_lib.noise_multiplier_of(event)
         if self._secagg_step is not None and z is not None:
             # SecAgg+ rounds after the clip, so a client can add more than S.
@@ -498,7 +507,7 @@ class PrivateRounds:
             enlargement = 1 + (share / self.clip_norm if self.clip_norm else math.inf)
             event = dp_accounting.GaussianDpEvent(z / enlargement)
         charge = dataclasses.replace(self._participation, **pass_fields).charge(event)
-        plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
+        plan = history.ChargedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
             self._stop_before(server_round)
             return None
@@ -507,7 +516,7 @@ class PrivateRounds:
             clients={name: connected[name] for name in cohort},
             plan=plan,
             mechanism=self.mechanism,
-            deployment=self._deployment,
+            context=self._context,
             round_state=mechanisms.RoundState(
                 self.clip_norm,
                 self.mechanism.noise_multiplier_at(index),
@@ -568,7 +577,7 @@ class PrivateRounds:
                 f"{num_connected}, got {self.num_clients}: sampling hides a client "
                 "only among the connected ones"
             )
-            if not self._history.released:
+            if not self._history.charged:
                 raise ValueError(
                     f"{text}. Let the strategy wait for them "
                     f"(min_available_nodes={self.num_clients})."
@@ -584,7 +593,7 @@ class PrivateRounds:
         if len(eligible) < self.clients_per_round:
             _logger.warning(
                 "Round %s is not started: only %d of %d connected clients may take "
-                "part again so soon, or so often.",
+                "part; the others did so too recently or too often.",
                 server_round,
                 len(eligible),
                 num_connected,
@@ -707,7 +716,7 @@ class _Server:
         self, configured: sums.ConfiguredRound, collected: sums.Collected | None = None
     ) -> accounting.Charge:
         """See `algorithm.Server`: the charge is on disk before anyone sees a result."""
-        # Before any client is asked, unless it says otherwise below.
+        # As charged before any client is asked; the other cases follow.
         changes: Json = {"num_replies": None, "is_released": False}
         if collected is not None and collected.is_enough:
             self.rounds._open_round = None, None
@@ -731,7 +740,7 @@ class _Server:
     ) -> sums.Outcome:
         """See `algorithm.Server`."""
         rounds, correlation = self.rounds, self.rounds._correlation
-        rounds._open_round = None, None  # If this raises, nothing has moved.
+        rounds._open_round = None, None  # If this raises, nothing was updated.
         rounds._history.mark_released(collected.num_replies)
         memory = () if correlation is None else correlation.memory
         outcome = sums.release(configured, collected, paid, memory)

@@ -55,7 +55,7 @@ class ConfiguredRound:
       clients: The clients that were asked, by name.
       plan: The round as it is charged if no client fails.
       mechanism: The mechanism.
-      deployment: The mechanism's context.
+      context: What the mechanism may know about the run.
       round_state: S, z and m, as floats.
       template: The model as Flower sent it; the result has the same form.
       non_negative: The indices of arrays that the release keeps at 0 or above.
@@ -63,9 +63,9 @@ class ConfiguredRound:
 
     sent_model: list[np.ndarray]
     clients: dict[Hashable, ClientProxy | None]
-    plan: history.ReleasedRound
+    plan: history.ChargedRound
     mechanism: mechanisms.Mechanism
-    deployment: mechanisms.PrivacyContext
+    context: mechanisms.PrivacyContext
     round_state: mechanisms.RoundState
     template: Template
     non_negative: Sequence[int] = ()
@@ -77,7 +77,7 @@ class ConfiguredRound:
 
     @property
     def participation(self) -> accounting.RoundCharge:
-        """Which clients could be in it, given what abandoning it reveals."""
+        """Who could be in it, and its cost, if abandoning it reveals who was drawn."""
         charge = self.plan.charge
         is_known = charge.draws_depend_on_each_other
         return dataclasses.replace(charge, known_selection=is_known)
@@ -87,7 +87,7 @@ class ConfiguredRound:
         """The stddevs of the noise that clients add to the sums; {} for none."""
         if self.mechanism.noise_site != NoiseSite.CLIENT:
             return {}
-        return self.mechanism.noise_stddevs(self.round_state, self.deployment)
+        return self.mechanism.noise_stddevs(self.round_state, self.context)
 
     @property
     def clients_clip(self) -> bool:
@@ -127,7 +127,7 @@ class Outcome(NamedTuple):
 
 
 def resolve_non_negative(non_negative: NonNegative) -> Sequence[int | str] | None:
-    """Returns indices or names as given; for a Keras model, those of such arrays."""
+    """Returns given indices or names; for a Keras model, finds the indices."""
     if non_negative is None:
         return None
     if callable(getattr(non_negative, "get_weights", None)):
@@ -146,15 +146,15 @@ def resolve_non_negative(non_negative: NonNegative) -> Sequence[int | str] | Non
 
 
 def check_mechanism(
-    mechanism: mechanisms.Mechanism, deployment: mechanisms.PrivacyContext
+    mechanism: mechanisms.Mechanism, context: mechanisms.PrivacyContext
 ) -> None:
     """Raises ValueError if a mechanism can be run in neither way."""
-    mechanism.check(deployment)
+    mechanism.check(context)
     if type(mechanism) in _CLIPPED_BY_CLIENTS:
         return
-    one_gaussian = charge_lib.noise_multiplier_of(mechanism.round_event(0, deployment))
+    one_gaussian = charge_lib.noise_multiplier_of(mechanism.round_event(0, context))
     new_each_round = (
-        mechanism.event_period is None and mechanism.init_noise_state(deployment) == ()
+        mechanism.event_period is None and mechanism.init_noise_state(context) == ()
     )
     if not (
         mechanism.trust_model == TrustModel.CENTRAL
@@ -193,13 +193,13 @@ class Collected:
     discarded: int = 0
 
 
-@np.errstate(all="ignore")  # One client's numbers would end the round for all.
+@np.errstate(all="ignore")  # Otherwise one client's numbers could end the round.
 def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Collected:
     """Clips each client's update and adds them up.
 
     The sum is computed in float64, so it has none of the rounding errors of single
-    updates (which are large in float16). A missing client only reduces the sum: the
-    noise and m are those of the plan.
+    updates (which are large in float16). A missing client only reduces the sum: noise
+    and m stay as planned.
 
     If the server adds the noise, it clips each update again. If clients add it, the
     server scales down updates that are larger than any honest client's. If clients
@@ -260,7 +260,7 @@ def release(
     Raises:
       InvalidArgumentError: The mechanism now has less noise than was paid for.
     """
-    query = configured.mechanism.bind(configured.deployment)
+    query = configured.mechanism.bind(configured.context)
     _, z, m, *_ = collected.round_state  # If the cohort size is random, m is expected.
     charged = query.paid_for(paid.use(), float(m), float(z))
     total = _sum_before_noise(configured, collected)
@@ -319,7 +319,7 @@ def _clip_by_mechanism(
 
     mechanism, round_state = configured.mechanism, configured.round_state
     # The query bounds each record as it is charged, whatever the mechanism computes.
-    query = mechanism.bind(configured.deployment)
+    query = mechanism.bind(configured.context)
     norms = tf.constant([updates.norm(c.arrays) for c in clipped_updates], tf.float32)
     if mechanism.clip_to_cohort is not None:
         clip = mechanism.clip_to_cohort(norms, _to_tensors(round_state))

@@ -225,7 +225,7 @@ class PrivacyBudget(FederatedCallback):
         fed, num_rounds = self.federated_model, last_round - first_round
         self.stopped_before_round = None
         # First, as another thread may charge an evaluation at any time.
-        version = fed.run.spending.version
+        version = fed.run.account.version
         charges_ahead = fed.run.charges_ahead()
         cost = fed.run.epsilon_after(self.delta, self.accountant, charges_ahead)
         allowed = planning.largest_affordable(
@@ -233,10 +233,10 @@ class PrivacyBudget(FederatedCallback):
         )
         # Abandoned rounds cost nothing, so more rounds than this may be allowed.
         charges = charges_ahead(0, allowed)
-        fed.run.spending.note_allowed(self.budget, version, charges)
+        fed.run.account.note_allowed(self.budget, version, charges)
         # Only samplers that make passes know the clients of later cohorts.
         knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)
-        at_least = fed.run.spending.by_client and not knows_cohorts
+        at_least = fed.run.account.by_client and not knows_cohorts
         self.last_allowed_round = last_round if at_least else first_round + allowed
         self._rounds_cost_the_same = len(charges) == 1
         if allowed < num_rounds:
@@ -260,12 +260,12 @@ class PrivacyBudget(FederatedCallback):
         """Returns False if the round would overspend the budget."""
         fed = self.federated_model
         run, budget = fed.run, self.budget
-        if run.spending.by_client:
+        if run.account.by_client:
             epsilon = run.epsilon_after(self.delta)(1)
-        elif run.spending.allows(budget, cost := run.cost(round_index)):
+        elif run.account.allows(budget, cost := run.cost(round_index)):
             return True
         else:
-            epsilon = run.spending.epsilon_with(budget, cost)
+            epsilon = run.account.epsilon_with(budget, cost)
         if epsilon <= budget.epsilon:
             return True
         self.stopped_before_round = round_index
@@ -279,7 +279,7 @@ class PrivacyBudget(FederatedCallback):
     def check_release(self, charge: RoundCharge) -> None:
         """Raises ValueError if a release would overspend the budget."""
         fed = self.federated_model
-        epsilon = fed.run.spending.epsilon_with(self.budget, charge)
+        epsilon = fed.run.account.epsilon_with(self.budget, charge)
         if epsilon > self.budget.epsilon:
             limit = format_up(self.epsilon)
             raise ValueError(
@@ -372,11 +372,11 @@ class Ledger(FederatedCallback):
                 expected_head=known,
                 run=run.run_id,
             )
-            with run.spending.pause_charges():
+            with run.account.pause_charges():
                 with ledger.lock:
                     self._join(ledger, known)
                 # (Any of the ledgers may have told of charges that others lack.)
-                run.spending.write_missing(max(0, run.rounds - 1), run.facts_of_line())
+                run.account.write_missing(max(0, run.rounds - 1), run.facts_of_line())
 
     def _join(self, ledger: accounting.PrivacyLedger, known: str | None) -> None:
         """Counts an open ledger's lines, and records all later charges in it."""
@@ -396,14 +396,14 @@ class Ledger(FederatedCallback):
                     "from its directory."
                 )
         self._check_relation(contents)
-        run.spending.merge_ledger(contents, run.run_id, self._key)
-        if run.spending.has_unseen_rounds:
+        run.account.merge_ledger(contents, run.run_id, self._key)
+        if run.account.has_unseen_rounds:
             _, cohort_engine = self.federated_model.require_trained("fit")
             run.begin_segment(cohort_engine.query)
         self._begin()
-        self._account = run.spending
+        self._account = run.account
         self._attached = self._key  # A link may lead elsewhere when `fit` ends.
-        run.spending.attach_ledger(self._attached, ledger, run.run_id)
+        run.account.attach_ledger(self._attached, ledger, run.run_id)
 
     def _begin(self) -> None:
         """Called after the open ledger is counted, before this run's first line."""

@@ -187,8 +187,8 @@ class CheckpointDirectory:
             except OSError as error:
                 raise CheckpointError(
                     f"{file} cannot be read: {error.strerror or error}. It may be "
-                    "intact: try again. To go on from the one before it, and charge "
-                    "its rounds again, remove it."
+                    "intact: try again. To continue from the one before it, and "
+                    "charge its rounds again, remove this file."
                 ) from error
             try:
                 return from_bytes(data)
@@ -413,7 +413,7 @@ class InterruptedRun:
 
     @functools.cached_property
     def has_original(self) -> bool:
-        """Whether the ledger that the checkpoint names is there, and this one's."""
+        """Whether the ledger named by the checkpoint exists and is this run's."""
         path = self.state["ledger"]
         if not os.path.exists(path):
             return False
@@ -473,7 +473,7 @@ class InterruptedRun:
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
         run = fed.run
         # (Releases outside the rounds are kept.)
-        if run is not None and run.spending.lacks_rounds(ledger, run.run_id):
+        if run is not None and run.account.lacks_rounds(ledger, run.run_id):
             raise ValueError(
                 "resume_from must be given to a model that was not trained yet, or "
                 "only by the same run: its earlier rounds would be forgotten. It "
@@ -496,10 +496,10 @@ class InterruptedRun:
         run = Run.from_state(state, prepared)
         # Attempts after the checkpoint, here or from a copy of it, are unknown.
         run.attempts.renew()
-        query, spending = cohort_engine.query, run.spending
+        query, account = cohort_engine.query, run.account
         key = ledger_key(ledger_path(self.directory))
         before = self.ledger.up_to(state["ledger_head"])
-        spending.merge_ledger(before, run.run_id, key, clients_known=True)
+        account.merge_ledger(before, run.run_id, key, clients_known=True)
         ledgers = {key: self.ledger}
         was_copied = state["ledger"] != key
         if was_copied and not self.has_original:
@@ -513,17 +513,17 @@ class InterruptedRun:
                 )
         for name, contents in ledgers.items():
             # All charges are counted. If more appear later, another process made them.
-            spending.merge_ledger(contents, run.run_id, name)
-        spending.merge_others(prepared.spending, run.run_id)
+            account.merge_ledger(contents, run.run_id, name)
+        account.merge_others(prepared.account, run.run_id)
         run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
         planned = map(int, self._facts_of_lines("planned"))
         run.most_rounds = max([run.most_rounds, *planned])
         is_same = state["memory_of"] == query.mechanism.state_fingerprint()
-        if spending.has_unseen_rounds:
+        if account.has_unseen_rounds:
             run.begin_segment(query)
         elif was_copied or not is_same:
-            # The original may go on from the same noise memory. Nor is it valid if this
-            # machine computed other coefficients.
+            # The original may continue from the same noise state, which is also invalid
+            # if this machine computes other coefficients.
             run.mechanism_state = query.new_segment(run.mechanism_state)
             run.segment = ledger_lib.new_run()
         for variable, value in pairs:

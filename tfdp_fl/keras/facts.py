@@ -16,7 +16,7 @@ def statement_facts(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
     """Returns the facts about the rounds that ran."""
-    account, setup, mechanism = run.spending, run.setup, run.setup.mechanism
+    account, setup, mechanism = run.account, run.setup, run.setup.mechanism
     sizes = [charge.clients_per_round for charge in account.own.elements()]
     composed: Json = {
         "epsilon_rdp": _epsilon_by(account.central, "rdp"),
@@ -26,7 +26,7 @@ def statement_facts(
         ),
     }
     if account.by_client:
-        # Lost rounds and other runs are counted for nobody in particular.
+        # Lost rounds and other runs are not attributed to single clients.
         is_known = not account.mu_squared_elsewhere
         most = account.per_client.max_participations if is_known else None
         composed = {"epsilon_local": account.epsilon, "max_participations": most}
@@ -65,7 +65,7 @@ def statement_facts(
 
 
 def _planned_rounds(run: run_lib.Run) -> int | None:
-    """Returns how many rounds might have run; None if no more than did."""
+    """Returns how many rounds might have run; None if that is how many did."""
     planned = max(run.rounds, run.most_rounds) + run.num_unrun
     return planned if planned > run.rounds else None
 
@@ -73,12 +73,12 @@ def _planned_rounds(run: run_lib.Run) -> int | None:
 def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
     """Returns epsilon as if all planned rounds had run; infinite if that is unknown."""
     try:
-        if run.spending.by_client:
+        if run.account.by_client:
             return run.epsilon_after(delta)(max(0, run.most_rounds - run.rounds))
         charges = run.charges_unrun()
     except ValueError:  # A schedule may not suit the clients of a later `fit`.
         return math.inf
-    composed = run.spending.central.with_charges(*charges.items())
+    composed = run.account.central.with_charges(*charges.items())
     curves = [_epsilon_by(composed, accountant) for accountant in ("rdp", "pld")]
     return min((curve(delta) for curve in curves if curve), default=math.inf)
 
@@ -86,7 +86,7 @@ def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
 def _population_sizes(run: run_lib.Run) -> list[int]:
     """Returns the N of each population; rounds lost in a crash may have had others."""
     sizes = [size for size, _ in dict.fromkeys(run.populations or [run.population])]
-    charged = {charge.num_clients for charge in run.spending.own}
+    charged = {charge.num_clients for charge in run.account.own}
     return [*sorted(charged - {*sizes}), *sizes]
 
 
@@ -130,7 +130,7 @@ def _epsilon_by(
 
 # The recorded caveats that apply even without a guarantee.
 _CAVEATS_OF_ANY_RUN = {
-    *("clients_excluded", "local_clients_excluded", "rounds_charged_twice"),
+    *("local_clients_excluded", "rounds_charged_twice"),
     *("rounds_abandoned", "rounds_abandoned_charged", "rounds_interrupted"),
 }
 
@@ -162,11 +162,14 @@ def caveats_of_setup(
         "non_trainable_released": releases_state,
         "non_trainable_kept": keeps_state,
         "client_weighting_given": is_private and setup.client_weighting is not None,
+        # Whether a client failed must not show in what may be published.
+        "clients_excluded": mechanism.trust_model == TrustModel.CENTRAL
+        and not setup.abandons_on_failure,
     }
 
 
 def record_round(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> None:
-    """Records what later rounds may do otherwise, as when a layer is frozen."""
+    """Records caveats that may not apply to later rounds, as if a layer is frozen."""
     applies = caveats_of_setup(run.setup, cohort_engine)
     run.caveats |= {key for key in _BY_ROUND if applies[key]}
 
@@ -174,7 +177,7 @@ def record_round(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> None:
 def _collect_caveats(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> tuple[str, ...]:
-    account = run.spending
+    account = run.account
     is_private = account.trust_model != TrustModel.NONE
     other_runs = len(account.others) > account.evaluations
     applies = {

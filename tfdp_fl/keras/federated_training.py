@@ -79,9 +79,9 @@ class FederatedTraining:
         return 0 if self.run is None else self.run.rounds
 
     @property
-    def spending(self) -> PrivacyAccount | None:
+    def account(self) -> PrivacyAccount | None:
         """The privacy account; None before the first `fit`."""
-        return None if self.run is None else self.run.spending
+        return None if self.run is None else self.run.account
 
     def require_compiled(self, what: str) -> Training:
         """Returns the arguments of `compile`, or raises NotCompiledError."""
@@ -119,7 +119,7 @@ showed_client_metrics: weakref.WeakSet[tf.keras.Model] = weakref.WeakSet()
 # Keras models and searches with a `fit` that is running.
 _fitting: weakref.WeakSet[Any] = weakref.WeakSet()
 _begin_lock = threading.Lock()
-# By Keras model and layer, as these may replace their variables (`quantize`).
+# The owner of each Keras model and layer, which may replace variables (`quantize`).
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _mark_lock = threading.RLock()
 

@@ -130,7 +130,7 @@ def make_private(
     )
     calibrated = probe  # Local noise follows from the target itself.
     if probe.trust_model == TrustModel.CENTRAL:
-        deployment = mechanisms.PrivacyContext(
+        context = mechanisms.PrivacyContext(
             clients_per_round=sizes,
             num_clients=num_clients,
             sampling=sampling,
@@ -138,9 +138,9 @@ def make_private(
         )
 
         def charges(noise: float) -> Any:
-            return charge_plan(make_mechanism(noise), sampler, deployment).items()
+            return charge_plan(make_mechanism(noise), sampler, context).items()
 
-        limit = largest_noise(make_mechanism, deployment)
+        limit = largest_noise(make_mechanism, context)
         if accountant is None:
             costs = charges(1.0 if limit is None else min(1.0, limit))
             best_accountant = accounting.select_accountant(
@@ -173,7 +173,7 @@ def plan_parameters(
     num_clients: int,
     clients_per_round: float,
 ) -> dict[str, int]:
-    """Returns those of a mechanism's parameters that follow from the planned run."""
+    """Returns the mechanism's parameters that follow from the planned run."""
     parameters = {
         "rounds": rounds,
         # The number of groups if each has m clients.
@@ -208,30 +208,30 @@ def noise_scaler(
 def charge_plan(
     mechanism: mechanisms.Mechanism,
     sampler: sampling_lib.CohortSampler,
-    deployment: mechanisms.PrivacyContext,
+    context: mechanisms.PrivacyContext,
 ) -> run_lib.Charges:
     """Returns the costs of the planned rounds and how often each occurs."""
-    mechanism.check(deployment)
+    mechanism.check(context)
 
     def cost(round_index: int) -> accounting.RoundCharge:
-        event = mechanism.round_event(round_index, deployment)
+        event = mechanism.round_event(round_index, context)
         return sampler.charge(round_index, event)
 
-    count = run_lib.cost_counter(mechanism, sampler, deployment, cost)
-    return count(range(deployment.rounds or 0))
+    count = run_lib.cost_counter(mechanism, sampler, context, cost)
+    return count(range(context.rounds or 0))
 
 
 def largest_noise(
-    make: Callable[[float], mechanisms.Mechanism], deployment: mechanisms.PrivacyContext
+    make: Callable[[float], mechanisms.Mechanism], context: mechanisms.PrivacyContext
 ) -> float | None:
     """Returns the largest noise multiplier that a mechanism allows; None: no limit."""
     with contextlib.suppress(ValueError):
-        make(_HUGE).check(deployment)
+        make(_HUGE).check(context)
         return None
     smallest = make(_TINY)
     limits = [
-        smallest.noise_multiplier_limit(t, deployment) * _TINY / noise
-        for t in range(deployment.rounds or 0)
+        smallest.noise_multiplier_limit(t, context) * _TINY / noise
+        for t in range(context.rounds or 0)
         if (noise := smallest.noise_multiplier_at(t)) > 0
     ]
     limit = min(limits, default=1.0)

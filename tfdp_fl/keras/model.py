@@ -118,7 +118,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             takes next to no time.
           on_client_failure: What happens to a round in which a client's data cannot
             be read. "exclude" continues without the client. "abort" abandons the
-            round: nothing is released, but it is charged all the same with local
+            round: nothing is released, but it is still charged with local
             mechanisms, and with fixed-size cohorts of m < N clients (where every
             round then costs more). The default is "abort" with
             `noise_site="client"`, whose noise would fall short, and otherwise
@@ -583,8 +583,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
         """Returns epsilon at delta for the rounds that ran.
 
         For a central guarantee, it is composed under the sampling that was used. For a
-        local or per-record one, it is that of the client that took part most often. It
-        is infinite without a guarantee and 0 before the first round.
+        local or per-record one, it is for the client that took part most often. It is
+        infinite without a guarantee and 0 before the first round.
 
         Args:
           delta: Strictly between 0 and 1.
@@ -592,9 +592,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         """
         delta = _validate.inside_unit_interval(delta=delta)
         federated_training.check_owner(self)
-        if self.spending is None:
+        if self.account is None:
             return 0.0
-        return self.spending.epsilon(delta, accountant or self.setup.accountant)
+        return self.account.epsilon(delta, accountant or self.setup.accountant)
 
     def central_epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns epsilon against anyone who sees only the model.
@@ -605,9 +605,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         """
         delta = _validate.inside_unit_interval(delta=delta)
         federated_training.check_owner(self)
-        if self.spending is None:
+        if self.account is None:
             return 0.0
-        return self.spending.central.epsilon(delta, accountant or self.setup.accountant)
+        return self.account.central.epsilon(delta, accountant or self.setup.accountant)
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -631,7 +631,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             delta = self.setup.delta or run.budget_delta
         if delta is None:
             sizes = [size for size, _ in run.populations]
-            sizes.append(run.spending.per_client.num_clients)
+            sizes.append(run.account.per_client.num_clients)
             units = run.num_records or max(sizes)
             delta = 0.1 / units
         return accounting.privacy_statement(

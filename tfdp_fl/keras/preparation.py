@@ -55,7 +55,7 @@ def prepare(
     )
     _check_rounds(fed, plan, sampler)
     rounds, participations = _choose_calibration(fed, plan, sampler, calibration)
-    deployment = PrivacyContext(
+    context = PrivacyContext(
         clients_per_round=sizes,
         num_clients=clients.num_clients,
         sampling=setup.sampling,
@@ -65,13 +65,11 @@ def prepare(
         rounds=rounds,
         max_participations=participations,
     )
-    mechanism.check(deployment)
+    mechanism.check(context)
     if mechanism.trust_model != TrustModel.LOCAL:
         # Schedules continue over all calls of `fit`.
-        mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    cohort_engine = _make_engine(
-        fed, clients, plan, deployment, between_client_variance
-    )
+        mechanism.check(dataclasses.replace(context, rounds=plan.last_round))
+    cohort_engine = _make_engine(fed, clients, plan, context, between_client_variance)
     labels.warn_of_missing(clients)
     query = cohort_engine.query
     if setup.secure_aggregation and mechanism.trust_model == TrustModel.CENTRAL:
@@ -103,15 +101,15 @@ def prepare(
         or windows is None
         or windows.shape != shape
     ):
-        # By position, they would be other clients'.
+        # Windows are by position, and would belong to other clients.
         windows = np.full(shape, np.nan, np.float32) if query.keeps_window else None
     fit_state: Json = {
         "plan": plan,
         "sampler": sampler,
         "population": population,
         "source_identity": clients.source_identity,
-        "deployment": dataclasses.replace(
-            deployment, num_variables=cohort_engine.num_variables
+        "context": dataclasses.replace(
+            context, num_variables=cohort_engine.num_variables
         ),
         "num_records": num_records,
         "mechanism_state": state,
@@ -120,13 +118,13 @@ def prepare(
     }
     if run is None:
         account = account_lib.PrivacyAccount(mechanism.trust_model, clients.num_clients)
-        run = Run(setup=setup, spending=account, **fit_state)
+        run = Run(setup=setup, account=account, **fit_state)
     else:
         if state is not run.mechanism_state:
             fit_state["segment"] = ledger.new_run()
-        if not run.spending.by_client and (
+        if not run.account.by_client and (
             mechanism.overrides("noise_stddevs") or sampler is not run.sampler
-        ):  # Rounds of that plan had a cost of their own.
+        ):  # The old plan's rounds have other costs.
             fit_state |= {
                 "unrun": run.charges_unrun(),
                 "num_unrun": run.num_unrun + max(0, run.most_rounds - run.rounds),
@@ -144,7 +142,7 @@ def require_names(fed: FederatedTraining, clients: FederatedDataset) -> None:
     """Refuses checkpoints of a run that another process could not continue.
 
     It could not tell whether streamed clients without names have another order. Where
-    the order counts, somebody would take part twice in a pass, or spend twice.
+    order matters, a client could take part twice in a pass, or spend twice.
     """
     is_local = fed.mechanism.trust_model == TrustModel.LOCAL
     if is_local:
@@ -178,7 +176,7 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
             population = run.population
         elif (
             unsettled is not None
-            or run.spending.by_client
+            or run.account.by_client
             or fed.setup.sampling
             in (Sampling.SHUFFLED, Sampling.CYCLIC, Sampling.RANDOM_ALLOCATION)
         ):
@@ -189,7 +187,7 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
     earlier = run.populations[-1:] if unsettled is None else [run.population]
     if earlier in ([], [population]):
         return population
-    if run.spending.by_client:
+    if run.account.by_client:
         reason = "spending is tracked for each client"
     elif not run.sampler.begins_pass(run.rounds):
         reason = (
@@ -198,8 +196,8 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
         )
     elif unsettled is not None:
         reason = (
-            f"round {run.rounds + 1} was interrupted, whose cohort of a fixed size "
-            "tells who was in the others, so it has to be released first"
+            f"round {run.rounds + 1} was interrupted, and its fixed-size cohort "
+            "reveals who was in the others, so it must be released first"
         )
     else:
         return population
@@ -323,7 +321,7 @@ def _choose_calibration(
         if resumed is not None:
             return resumed
         if run is not None and run.populations:
-            calibrated = run.deployment.rounds or 0
+            calibrated = run.context.rounds or 0
             is_first_beyond = plan.last_round > calibrated >= plan.first_round
             if target is None and mechanism.epsilon is not None and is_first_beyond:
                 warnings.warn(
@@ -334,7 +332,7 @@ def _choose_calibration(
                     RuntimeWarning,
                     stacklevel=5,
                 )
-            return calibrated, run.deployment.max_participations
+            return calibrated, run.context.max_participations
         if target is not None:
             rounds = target.rounds
     participations = sampler.max_participations(rounds, plan.first_round)
@@ -346,20 +344,18 @@ def _make_engine(
     fed: FederatedTraining,
     clients: FederatedDataset,
     plan: FitPlan,
-    deployment: PrivacyContext,
+    context: PrivacyContext,
     between_client_variance: bool,
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
-    key_context = deployment
+    key_context = context
     # (The noise of a user's own mechanism may depend on the planned rounds.)
     mechanism = fed.mechanism
     if not (
         mechanism.trust_model == TrustModel.LOCAL
         or mechanism.overrides("noise_stddevs")
     ):
-        key_context = dataclasses.replace(
-            deployment, rounds=None, max_participations=None
-        )
+        key_context = dataclasses.replace(context, rounds=None, max_participations=None)
     # (Layers may have been added, and `quantize` or `enable_lora` replace variables.)
     variables = keras_versions.tf_variables(fed.model.weights)
     cache_key = (
@@ -373,7 +369,7 @@ def _make_engine(
             model=fed.model,
             training=training,
             mechanism=fed.mechanism,
-            deployment=deployment,
+            context=context,
             element_spec=clients.element_spec,
             aggregate_non_trainable=setup.non_trainable_state == "aggregate",
             between_client_variance=between_client_variance,

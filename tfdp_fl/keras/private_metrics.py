@@ -150,13 +150,8 @@ def release(
     verbose: int,
 ) -> Json:
     """Evaluates on clients, charges for the noisy result, and returns it."""
-    _validate.instance_of(PrivateMetrics, private=private)
-    if type(private) is not PrivateMetrics:
-        raise TypeError(
-            "private must be a PrivateMetrics itself, whose contributions have a norm "
-            f"of at most 1, got a {type(private).__name__}: compile what it computes "
-            "as a metric, and declare its range in bounds."
-        )
+    way_out = ": compile what it computes as a metric, and declare its range in bounds"
+    _validate.exactly(PrivateMetrics, way_out, private=private)
     charge = private.charge(fed.setup.sampling, clients.num_clients)
     _require_account(fed)
     with contextlib.ExitStack() as stack:
@@ -191,7 +186,7 @@ def release(
 def _require_account(fed: FederatedTraining) -> account_lib.PrivacyAccount:
     """Returns the account for releases outside the rounds, or raises ValueError."""
     federated_training.check_owner(fed)
-    account = fed.spending
+    account = fed.account
     if account is None:
         raise ValueError(
             "private must be None before the first fit, as there is no account yet "

@@ -106,8 +106,8 @@ class RoundLoop:
             stack.callback(run.end_interrupted_round)
             run.mechanism_state = release.with_variables(run.mechanism_state)
             if run.rounds < plan.last_round:  # Before anybody trains.
-                run.spending.central.check(run.cost(run.rounds))
-            if run.spending.rounds_of_others:
+                run.account.central.check(run.cost(run.rounds))
+            if run.account.rounds_of_others:
                 # The other run has the same clients, and perhaps the same seed.
                 run.attempts.renew()
             self._note_plan()
@@ -165,7 +165,7 @@ class RoundLoop:
         is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
             # During training, use a slightly looser bound, which takes no time.
-            logs["epsilon"] = run.spending.epsilon(
+            logs["epsilon"] = run.account.epsilon(
                 self.delta, self.setup.accountant, coarse=not is_last
             )
         self.keras_callbacks.on_train_batch_end(0, logs)
@@ -200,7 +200,7 @@ class RoundLoop:
     def draw(self) -> sampling.Cohort:
         """See `algorithm.FrontEnd`; also sets the round's inputs."""
         run = self.run
-        if run.spending.has_unseen_rounds:  # Whatever found them was interrupted.
+        if run.account.has_unseen_rounds:  # `begin_segment` was interrupted before.
             run.begin_segment(self.engine.query)
         run.sampler.attempt = attempt = run.attempts.take()
         rate = self.fed.require_compiled("fit").learning_rate
@@ -221,7 +221,7 @@ class RoundLoop:
         if self.engine.query.two_phase:
             is_own = mechanism.overrides("clip_to_cohort")
             tells = is_own or self.setup.secure_aggregation is not None
-        return bool(is_charged or tells or self.run.spending.by_client)
+        return bool(is_charged or tells or self.run.account.by_client)
 
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
@@ -243,7 +243,7 @@ class RoundLoop:
         run = self.run
         self._round_stack.enter_context(_signals.defer_signals())
         run.sampler.abandon(cohort)
-        if run.spending.by_client:
+        if run.account.by_client:
             run.caveats.add("rounds_abandoned_charged")
         elif not self.charges_first(cohort):
             run.caveats.add("rounds_abandoned")
@@ -269,7 +269,7 @@ class RoundLoop:
         self, cohort: sampling.Cohort, pending: PendingRound | None = None
     ) -> Charge:
         """See `algorithm.FrontEnd`."""
-        run, account, inputs = self.run, self.run.spending, self._inputs
+        run, account, inputs = self.run, self.run.account, self._inputs
         if pending is not None:
             # An interrupted round could be charged but not released, or released but
             # not in the history.
@@ -350,9 +350,8 @@ class RoundLoop:
         run.releasing = False
         if self.audit is not None:
             self.audit.observe_release()
-        if self._num_failed:
-            is_central = run.spending.trust_model == TrustModel.CENTRAL
-            run.caveats.add(f"{'' if is_central else 'local_'}clients_excluded")
+        if self._num_failed and run.account.trust_model != TrustModel.CENTRAL:
+            run.caveats.add("local_clients_excluded")
         return released
 
     def _sum_securely(self, pending: PendingRound) -> int:

@@ -98,8 +98,8 @@ Population = tuple[int, str]
 # How many rounds have each cost.
 Charges = collections.Counter[accounting.RoundCharge]
 
-# The caveats that depend on a `fit`'s arguments, or on what was shown.
-_CAVEATS_OF_LINES = frozenset(
+# The caveats, written to ledger lines, that depend on a `fit` or on what was shown.
+_LEDGER_CAVEATS = frozenset(
     (
         *("seed_given", "validation_data_not_covered", "client_metrics_shown"),
         *("non_trainable_released", "non_trainable_kept"),
@@ -139,16 +139,16 @@ class Run:
       setup: How cohorts are drawn, and what is released about them.
       plan: The current or last call of `fit`.
       sampler: Draws the cohorts.
-      deployment: The mechanism's context.
-      spending: The privacy account.
-      population: The clients of the current `fit`.
-      source_identity: As of the `FederatedDataset`; not in checkpoints.
+      context: What the mechanism may know about the run.
+      account: What the run has spent, and its ledgers.
+      population: The number of the current `fit`'s clients, and a digest of their ids.
+      source_identity: Their `FederatedDataset.source_identity`; not in checkpoints.
       run_id: The run's name in ledgers; a resumed run keeps it.
       rounds: The number of rounds run, including abandoned ones.
-      most_rounds: The most rounds that a `fit` of the current clients was asked for
-        and its budgets allow.
-      unrun: The costs of rounds that a `fit` of earlier clients planned and did not
-        run.
+      most_rounds: The most rounds that any `fit` of the current clients planned,
+        within its budgets.
+      unrun: How many rounds of each cost a `fit` of earlier clients planned but did
+        not run.
       num_unrun: The number of those rounds.
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
@@ -175,8 +175,8 @@ class Run:
     setup: TrainingSetup
     plan: FitPlan
     sampler: sampling.CohortSampler
-    deployment: PrivacyContext
-    spending: account_lib.PrivacyAccount
+    context: PrivacyContext
+    account: account_lib.PrivacyAccount
     population: Population
     source_identity: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
@@ -205,7 +205,7 @@ class Run:
     @property
     def known_ledgers(self) -> dict[str, str]:
         """Maps a ledger's path to the hash of its last line that is counted."""
-        return self.spending.known_ledgers
+        return self.account.known_ledgers
 
     def begin_fit(self, *, validates: bool, held_out: str | None) -> None:
         """Prepares for the clients of a `fit` and records its arguments.
@@ -214,7 +214,7 @@ class Run:
           validates: Whether there is validation data.
           held_out: The digest of the clients held out for validation.
         """
-        self.spending.set_population(self.population[0])
+        self.account.set_population(self.population[0])
         if self.plan.seed is not None:
             self.caveats.add("seed_given")
         if self.setup.noise_generator == noise.PHILOX:
@@ -224,12 +224,12 @@ class Run:
         if validates:
             self.caveats.add("validation_data_not_covered")
         # A charged round may have been released, even if it was interrupted.
-        has_begun = self.rounds or self.spending.rounds
+        has_begun = self.rounds or self.account.rounds
         is_continued = not has_begun or self.held_out == held_out
         self.held_out = held_out if is_continued else ""
 
     def begin_segment(self, query: CohortQuery) -> None:
-        """Lets go of the noise memory, as ledgers list rounds that it does not cover.
+        """Restarts correlated noise, as ledgers list rounds that its state lacks.
 
         They were lost in a crash, or the run was resumed in two places.
         """
@@ -237,7 +237,7 @@ class Run:
             self.caveats.add("rounds_charged_twice")
             self.mechanism_state = query.new_segment(self.mechanism_state)
             self.segment = ledger_lib.new_run()
-            self.spending.has_unseen_rounds = False
+            self.account.has_unseen_rounds = False
 
     def update_windows(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Adds a round's norms to the clients' windows; a failed client's are NaN."""
@@ -263,10 +263,10 @@ class Run:
             "populations": self.populations,
             "known_ledgers": self.known_ledgers,
             "plan": dataclasses.asdict(self.plan),
-            "calibration": (self.deployment.rounds, self.deployment.max_participations),
+            "calibration": (self.context.rounds, self.context.max_participations),
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
-            "spending": self.spending.state(
+            "spending": self.account.state(
                 self.setup.mechanism.max_participations is not None, ledger
             ),
             "cohort_sizes": [*self.cohort_sizes.items()],
@@ -290,7 +290,7 @@ class Run:
         return dataclasses.replace(
             prepared,
             **{name: state[name] for name in _STORED_ATTRIBUTES},
-            # (Checkpoints of before November 2026 have none of these.)
+            # (Checkpoints from before November 2026 have none of these.)
             most_rounds=state.get("most_rounds", 0),
             num_unrun=state.get("num_unrun", 0),
             unrun=collections.Counter(
@@ -303,7 +303,7 @@ class Run:
             sampler=sampler,
             caveats=set(state["caveats"]),
             cohort_sizes=collections.Counter(dict(state["cohort_sizes"])),
-            spending=account,
+            account=account,
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
@@ -313,14 +313,14 @@ class Run:
     def end_interrupted_round(self) -> None:
         """Makes sure that an interrupted round's cohort is not trained later.
 
-        If one of its clients was the reason, it would be known to be there, yet charged
-        as if it had been drawn by chance. Cohorts of a fixed size depend on each other,
-        so there the same cohort must be trained.
+        If one of its clients caused the interruption, that client would be known to be
+        in it, yet charged as if drawn by chance. Fixed-size cohorts depend on each
+        other, so those must be trained as they were drawn.
         """
         cohort = self.sampler.unsettled
         if cohort is None or cohort.participation.draws_depend_on_each_other:
             return
-        if cohort.participation.is_amplified and not self.spending.by_client:
+        if cohort.participation.is_amplified and not self.account.by_client:
             self.caveats.add("rounds_interrupted")
         self.sampler.abandon(cohort)
         if cohort.participation.sampling == Sampling.RANDOM_ALLOCATION:
@@ -338,7 +338,7 @@ class Run:
         facts: Json = {}
         if len(self.known_ledgers) > 1:
             facts["ledgers"] = sorted(self.known_ledgers)
-        if caveats := sorted(self.caveats & _CAVEATS_OF_LINES):
+        if caveats := sorted(self.caveats & _LEDGER_CAVEATS):
             facts["caveats"] = caveats
         if self.most_rounds > self.rounds + 1:
             facts["planned"] = [self.most_rounds]
@@ -347,7 +347,7 @@ class Run:
     def next_place(self) -> Json:
         """Returns the next round's place in correlated noise, for its line.
 
-        Where the noise begins anew by itself, a new segment begins.
+        Where the mechanism restarts its noise, a new segment begins.
         """
         mechanism, memory = self.setup.mechanism, self.mechanism_state.memory
         period = mechanism.event_period
@@ -359,14 +359,14 @@ class Run:
         return {ledger_lib.PLACE: [self.segment, self.attempts.session, position]}
 
     def next_inputs(self, learning_rate: float, attempt: Attempt) -> RoundInputs:
-        """Returns the next round's inputs, with nobody in its cohort yet."""
+        """Returns the next round's inputs, with an empty cohort so far."""
         plan, nobody = self.plan, np.zeros(0, np.int64)
         return RoundInputs(
             round_index=self.rounds,
             state=self.mechanism_state,
             positions=nobody,
             # The fixed m, even for the smaller last cohort of a pass.
-            clients_per_round=self.deployment.cohort_size(self.rounds),
+            clients_per_round=self.context.cohort_size(self.rounds),
             noise_multiplier=self.setup.mechanism.noise_multiplier_at(self.rounds),
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
@@ -378,7 +378,7 @@ class Run:
 
     def eligible(self, positions: np.ndarray) -> np.ndarray:
         """Returns a cohort without the clients that may not take part again."""
-        mechanism, clients = self.setup.mechanism, self.spending.per_client
+        mechanism, clients = self.setup.mechanism, self.account.per_client
         if mechanism.max_participations is None:
             return positions
         if mechanism.begins_segment(self.mechanism_state.memory):
@@ -404,13 +404,13 @@ class Run:
         state, ahead = self.mechanism_state, round_index - self.rounds
         index = mechanism.event_index(self.rounds, state.memory) + ahead
         if ahead:
-            event = mechanism.round_event(index, self.deployment)
+            event = mechanism.round_event(index, self.context)
         else:
-            event = mechanism.event_at(index, self.deployment, state)
+            event = mechanism.event_at(index, self.context, state)
         size = self.sampler.expected_cohort_size(round_index)
         if num_with_noise is not None:
             size = num_with_noise
-        expected = self.deployment.cohort_size(round_index)
+        expected = self.context.cohort_size(round_index)
         if mechanism.trust_model == TrustModel.LOCAL and size < expected:
             # Missing clients did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
@@ -422,9 +422,9 @@ class Run:
     @property
     def mu_squared(self) -> float:
         """(sensitivity / sigma)^2 of one client's own release; 0 without one."""
-        if not self.spending.by_client:
+        if not self.account.by_client:
             return 0.0
-        return self.setup.mechanism.mu_squared(self.deployment)
+        return self.setup.mechanism.mu_squared(self.context)
 
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after `rounds` more rounds.
@@ -432,8 +432,8 @@ class Run:
         The cohorts of a pass are known in advance. With other samplers, any client
         below its limit of participations may be drawn.
         """
-        mu_squared, clients = self.mu_squared, self.spending.per_client
-        elsewhere = self.spending.mu_squared_elsewhere
+        mu_squared, clients = self.mu_squared, self.account.per_client
+        elsewhere = self.account.mu_squared_elsewhere
         max_participations = self.setup.mechanism.max_participations
         if not isinstance(self.sampler, sampling.PassSampler):
             return elsewhere + clients.max_mu_squared_after_draws(
@@ -454,7 +454,7 @@ class Run:
         the next round.
         """
         count = cost_counter(
-            self.setup.mechanism, self.sampler, self.deployment, self.cost
+            self.setup.mechanism, self.sampler, self.context, self.cost
         )
 
         def charges(first: int, end: int) -> Charges:
@@ -469,9 +469,9 @@ class Run:
     def charges_unrun(self) -> Charges:
         """Returns the costs of rounds that were planned and have not run.
 
-        A `fit` that ended because of what its models showed might have run its whole
-        plan, and a later one of other clients as well. So these add up. (A `fit` of
-        the same clients goes on with the plan of the one before.)
+        A `fit` that was stopped because of its models might have run its whole plan,
+        and so might a later one on other clients. So these add up. (A `fit` on the same
+        clients continues the previous plan.)
         """
         ahead = max(0, self.most_rounds - self.rounds)
         return self.unrun + self.charges_ahead()(0, ahead)
@@ -484,10 +484,10 @@ class Run:
     ) -> Callable[[int], float]:
         """Returns a function from a number of further rounds to epsilon after them."""
         charges = ahead or self.charges_ahead()
-        composed = {0: self.spending.central}
+        composed = {0: self.account.central}
 
         def epsilon(count: int) -> float:
-            if self.spending.by_client:
+            if self.account.by_client:
                 mu_squared = self._mu_squared_after(count)
                 return accounting.epsilon_of_mu_squared(mu_squared, delta)
             previous = max(n for n in composed if n <= count)
@@ -503,7 +503,7 @@ class Run:
 def cost_counter(
     mechanism: Mechanism,
     sampler: sampling.CohortSampler,
-    deployment: PrivacyContext,
+    context: PrivacyContext,
     cost: Callable[[int], accounting.RoundCharge],
 ) -> Callable[[range], Charges]:
     """Returns a function that counts the distinct costs of planned rounds.
@@ -513,7 +513,7 @@ def cost_counter(
     Args:
       mechanism: The mechanism.
       sampler: The sampler.
-      deployment: The mechanism's context.
+      context: What the mechanism may know about the run.
       cost: Returns a round's cost. It is called once for rounds whose costs are known
         to be equal.
     """
@@ -522,7 +522,7 @@ def cost_counter(
     defined_in = type(mechanism).round_event.__module__
     is_built_in = defined_in.startswith("tfdp_fl.mechanisms.")
     is_steady = is_built_in and not mechanism.min_separation
-    planned = mechanism.noise_multiplier, deployment.clients_per_round
+    planned = mechanism.noise_multiplier, context.clients_per_round
     is_constant = is_steady and all(map(schedules.is_constant, planned))
     by_round = not is_steady or isinstance(sampler, sampling.PassSampler)
     costs: dict[Any, accounting.RoundCharge] = {}
@@ -540,7 +540,7 @@ def cost_counter(
         if not (is_constant and rounds):
             return collections.Counter(map(cost_of, rounds))
         counted: Charges = collections.Counter()
-        event = mechanism.round_event(rounds[0], deployment)
+        event = mechanism.round_event(rounds[0], context)
         for charge, number in sampler.charges(rounds, event):
             counted[charge] += number
         return counted

@@ -150,7 +150,7 @@ class TrainingSetup:
         protocol = self.secure_aggregation
         if protocol is None:
             return
-        _validate.instance_of(AdditiveSecretSharing, secure_aggregation=protocol)
+        _validate.exactly(AdditiveSecretSharing, secure_aggregation=protocol)
         if protocol.max_share_value < 1:
             raise ValueError(
                 "secure_aggregation must have a max_share_value of at least 1, because "

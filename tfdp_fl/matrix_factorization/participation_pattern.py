@@ -20,10 +20,10 @@ class ParticipationPattern:
 
     Attributes:
       rounds: T, the number of rounds.
-      min_separation: b: two rounds of one client are at least so far apart
+      min_separation: b, the fewest rounds from one of a client's rounds to its next
         (1: they may follow each other).
-      max_participations: k, the most rounds that one client is in. None, or
-        more than there is room for: ceil(T / b).
+      max_participations: k, the most rounds that one client is in. None, or more
+        than that: ceil(T / b).
     """
 
     rounds: int
@@ -54,19 +54,19 @@ def fold(
     rounds: Sequence[tuple[Hashable, Hashable] | None],
     most: int | None = None,
 ) -> int:
-    """Returns how many times over one client may have had its participations.
+    """Returns by what factor c a client may have exceeded the pattern.
 
-    A client that was in more rounds than promised, or sooner again, was in c sets of
-    rounds that each keep the promise: its i-th round goes into set i mod c. So it moves
-    a run by at most c times the sensitivity (the triangle inequality; the noise of one
+    The rounds of a client that took part too often, or too soon, divide into c sets
+    that each follow the pattern: its i-th round goes into set i mod c. So it moves a
+    run by at most c times the sensitivity (the triangle inequality; the noise of one
     segment is one draw, so costs do not just add up).
 
     Args:
       pattern: (k, b) and T.
-      rounds: Of each released round of a segment the division into groups and the group
-        that its cohort came from; None where anybody could have been in it. A client is
-        in one group of each division.
-      most: The most rounds that any client was in, where that is known otherwise.
+      rounds: For each released round of a segment, the division into groups and the
+        group that its cohort came from; None if any client could have been in it. A
+        client is in one group of each division.
+      most: The most rounds of any client, if known from elsewhere.
 
     Returns:
       c, at least 1.
@@ -136,7 +136,7 @@ class ParticipationRecord:
         return None
 
     def eligible(self, clients: Iterable[_Client]) -> list[_Client]:
-        """Returns those who may take part now, each once, in their order."""
+        """Returns the clients that may take part now, each once, in the given order."""
         return [
             client for client in dict.fromkeys(clients) if self._refusal(client) is None
         ]

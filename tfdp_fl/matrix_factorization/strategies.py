@@ -86,7 +86,7 @@ class Generator(abc.ABC):
     def begin_round(self, memory: NoiseState) -> NoiseState:
         """Returns the memory for the next round: after T rounds, it is emptied.
 
-        Then a new segment begins, whose charges begin anew.
+        Then a new segment begins, with its own charges.
         """
         is_over = memory.position >= self.pattern.rounds
 
@@ -177,7 +177,7 @@ class BLTGenerator(Generator):
 
     Buffered linear Toeplitz: c_j = sum of w_i theta_i^(j-1). Dvijotham et al.
     (2024), algorithm 1 (https://arxiv.org/abs/2404.16706), with the buffers of
-    C in the place of those of its inverse.
+    C instead of its inverse's.
     """
 
     def __init__(
@@ -344,7 +344,8 @@ def check_strategy(**given: Strategy | str) -> Strategy:
     """
     ((name, value),) = given.items()
     if isinstance(value, Strategy):
-        return value
+        kind = BandedToeplitz if isinstance(value, BandedToeplitz) else BLT
+        return _validate.exactly(kind, **given)
     word, colon, number = str(value).partition(":")
     if word in _STRATEGIES and (number.isdigit() if colon else True):
         return _STRATEGIES[word](*([int(number)] if colon else []))

@@ -25,8 +25,8 @@ from tfdp_fl.matrix_factorization.participation_pattern import ParticipationPatt
 _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 # Where sigmoids stop being distinguishable from 0, and where they are 1 - 1e-6: the
-# best poles often merge with a zero beside them. So far apart that float32 tells them
-# from each other, their weight stays positive, at 4e-6 more of an error.
+# best poles often merge with a nearby zero. Kept far enough apart for float32 to
+# distinguish them, they have a positive weight, at the cost of 4e-6 more error.
 _MIN_LOGIT, _MAX_LOGIT = -30.0, 13.8
 
 

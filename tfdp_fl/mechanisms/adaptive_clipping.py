@@ -152,27 +152,27 @@ class AdaptiveClipping(mechanism.Mechanism):
         return self.initial_clip_norm
 
     def noise_multiplier_limit(
-        self, round_index: int, deployment: PrivacyContext
+        self, round_index: int, context: PrivacyContext
     ) -> float:
         """Implements `Mechanism.noise_multiplier_limit`: just below 2 sigma_b."""
-        size = deployment.cohort_size(round_index)
+        size = context.cohort_size(round_index)
         return 2 * self.count_noise_stddev_of(size) * _MAX_RATIO
 
-    def _check_round(self, round_index: int, deployment: PrivacyContext) -> None:
+    def _check_round(self, round_index: int, context: PrivacyContext) -> None:
         check_count_noise(
             self.noise_multiplier_at(round_index),
-            self.count_noise_stddev_of(deployment.cohort_size(round_index)),
+            self.count_noise_stddev_of(context.cohort_size(round_index)),
         )
 
-    def check(self, deployment: PrivacyContext) -> None:
+    def check(self, context: PrivacyContext) -> None:
         """Implements `Mechanism.check`."""
-        super().check(deployment)
-        values = (self.noise_multiplier, deployment.clients_per_round)
+        super().check(context)
+        values = (self.noise_multiplier, context.clients_per_round)
         constant = all(map(schedules.is_constant, values))
-        for round_index in range(1 if constant else deployment.rounds or 1):
-            self._check_round(round_index, deployment)
+        for round_index in range(1 if constant else context.rounds or 1):
+            self._check_round(round_index, context)
 
-    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
+    def noise_stddevs(self, round: RoundState, context: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
         z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), written so that it is 0 at z = 0. By

@@ -65,7 +65,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         ),
         "layers_charged_separately": (
             "Each layer of the model was clipped and noised by itself and is "
-            "charged as a release of its own."
+            "charged as a separate release."
         ),
         "layers_joint": ("All layers of one update are charged as one joint release."),
     }
@@ -89,16 +89,16 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         default="joint",
     )
 
-    def _num_layers(self, deployment: PrivacyContext) -> int:
-        if deployment.num_variables is None:
+    def _num_layers(self, context: PrivacyContext) -> int:
+        if context.num_variables is None:
             raise ValueError(
                 "num_variables must be known to AdaptiveLocalDP, got None."
             )
-        return deployment.num_variables
+        return context.num_variables
 
-    def releases_per_round(self, deployment: PrivacyContext) -> int:
+    def releases_per_round(self, context: PrivacyContext) -> int:
         """Implements `LocalMechanism.releases_per_round`."""
-        return 1 if self.layers == "joint" else self._num_layers(deployment)
+        return 1 if self.layers == "joint" else self._num_layers(context)
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`: the largest radius."""
@@ -118,13 +118,13 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         smallest = self.clipping_radius * 1e-3
         return max(smallest, clipping.SMALLEST_CLIP_NORM)
 
-    def radii(self, client: ClientContext, deployment: PrivacyContext) -> tf.Tensor:
+    def radii(self, client: ClientContext, context: PrivacyContext) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].
 
         r_l = min(mean of the layer's norms in the window, clipping_radius), but at
         least `least_radius`. It is clipping_radius if the window is empty or missing.
         """
-        layers = self._num_layers(deployment)
+        layers = self._num_layers(context)
         if client.window is None:
             return tf.fill([layers], self.clipping_radius)
         is_known = ~tf.math.is_nan(client.window)
@@ -139,13 +139,13 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         update: Tensors,
         round: RoundState,
         client: ClientContext,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
     ) -> Contribution:
         """Implements `Mechanism.contribution`, layer by layer.
 
         Delta_l / max(1, ||Delta_l|| / r_l).
         """
-        radii = self.radii(client, deployment)
+        radii = self.radii(client, context)
         norms = self.window_norms(update)
         norm = tf.norm(norms)
         usable = tf.math.is_finite(norm)
@@ -163,14 +163,14 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         )
 
     def client_noise(
-        self, round: RoundState, client: ClientContext, deployment: PrivacyContext
+        self, round: RoundState, client: ClientContext, context: PrivacyContext
     ) -> list[tf.Tensor]:
         """Implements `Mechanism.client_noise`: sigma_l of every layer."""
-        radii = self.radii(client, deployment)
-        layers = self._num_layers(deployment)
-        return tf.unstack(self._layer_noise_multiplier(deployment) * radii, num=layers)
+        radii = self.radii(client, context)
+        layers = self._num_layers(context)
+        return tf.unstack(self._layer_noise_multiplier(context) * radii, num=layers)
 
-    def _layer_noise_multiplier(self, deployment: PrivacyContext) -> float:
+    def _layer_noise_multiplier(self, context: PrivacyContext) -> float:
         """Returns sigma_l / r_l.
 
         L layers that are released together are one Gaussian release with the multiplier
@@ -178,13 +178,13 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         """
         layer_factor = 1.0
         if self.layers == "joint":
-            layer_factor = math.sqrt(self._num_layers(deployment))
-        ratio = self.noise_over_sensitivity(deployment)
+            layer_factor = math.sqrt(self._num_layers(context))
+        ratio = self.noise_over_sensitivity(context)
         return local_dp.SENSITIVITY * ratio * layer_factor
 
-    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
+    def noise_stddevs(self, round: RoundState, context: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: m clients with the largest radius."""
-        client_stddev = self._layer_noise_multiplier(deployment) * round.clip_norm
+        client_stddev = self._layer_noise_multiplier(context) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * client_stddev}
 
     def describe(self) -> str:

@@ -52,13 +52,13 @@ class CohortQuery:
 
     Attributes:
       mechanism: The `Mechanism`.
-      deployment: The mechanism's context.
+      context: What the mechanism may know about the run.
     """
 
-    def __init__(self, mechanism: Any, deployment: PrivacyContext):
-        mechanism.check_weighting(deployment.client_weighting)
+    def __init__(self, mechanism: Any, context: PrivacyContext):
+        mechanism.check_weighting(context.client_weighting)
         self.mechanism = mechanism
-        self.deployment = deployment
+        self.context = context
         self._in_steps = False
 
     @property
@@ -103,7 +103,7 @@ class CohortQuery:
         Args:
           num_examples: Scalar; see `ClientWeighting.weight`.
         """
-        weighting = self.deployment.client_weighting
+        weighting = self.context.client_weighting
         return None if weighting is None else weighting.weight(num_examples)
 
     def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> ClientContext:
@@ -119,7 +119,7 @@ class CohortQuery:
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
             noise_multiplier=tf.constant(0.0),
             clients_per_round=tf.constant(1.0),
-            memory=self.mechanism.init_noise_state(self.deployment),
+            memory=self.mechanism.init_noise_state(self.context),
             shared_stddevs=dict.fromkeys(self._shared_names, tf.constant(0.0)) or (),
         )
 
@@ -132,10 +132,10 @@ class CohortQuery:
     def new_segment(self, state: RoundState) -> RoundState:
         """Returns a state that keeps the clip but forgets all earlier rounds.
 
-        It is needed if a round may have been released that the state does not include:
+        It is needed if a round that the state does not include may have been released:
         later noise must then not be correlated with earlier noise.
         """
-        memory = self.mechanism.init_noise_state(self.deployment)
+        memory = self.mechanism.init_noise_state(self.context)
         return state._replace(memory=memory)
 
     def begin_round(
@@ -153,7 +153,7 @@ class CohortQuery:
         )
 
     def _with_client_noise(self, state: RoundState) -> RoundState:
-        """Returns the state with the noise that clients add, asked for only here."""
+        """Returns the state with the stddevs of the clients' noise, set only here."""
         if not (names := self._shared_names):
             return state
         stddevs = self._new_noise_stddevs(state)
@@ -168,11 +168,11 @@ class CohortQuery:
 
     def _new_noise_stddevs(self, state: RoundState) -> Json:
         public = state.without_memory()
-        return self.mechanism.noise_stddevs(public, self.deployment)
+        return self.mechanism.noise_stddevs(public, self.context)
 
-    def update_norm(self, record: Tensors) -> tf.Tensor:
+    def update_norm(self, update: Tensors) -> tf.Tensor:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
-        return clipping.finite_global_norm(record)[0]
+        return clipping.finite_global_norm(update)[0]
 
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip computed from the cohort's norms."""
@@ -180,7 +180,7 @@ class CohortQuery:
         return self.with_clip(state, clip_norm)
 
     def with_clip(self, state: RoundState, clip_norm: tf.Tensor) -> RoundState:
-        """Returns the state of a round with another clip, and with its noise."""
+        """Returns a round's state with another clip and the noise for that clip."""
         return self._with_client_noise(state._replace(clip_norm=clip_norm))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
@@ -214,11 +214,11 @@ class CohortQuery:
         num_examples = client.num_examples if central else None
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
-            record = self.record_of_norm(norm, usable, params, client.weight)
-            record = records.zero_if_empty(record, num_examples)
-            record = record._replace(update=clipping.multiply(update, record.update))
+            factor = self.record_of_norm(norm, usable, params, client.weight)
+            factor = records.zero_if_empty(factor, num_examples)
+            record = factor._replace(update=clipping.multiply(update, factor.update))
         else:
-            record = mechanism.contribution(update, params, client, self.deployment)
+            record = mechanism.contribution(update, params, client, self.context)
             tensors = records.as_tensors(record.update, like=update)
             record = record._replace(update=tensors)
             if central:
@@ -291,7 +291,7 @@ class CohortQuery:
         return records.coarse_step(self.l2_norm_bound(params))
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
-        """Returns each client's stddevs: those of the noise over sqrt(m)."""
+        """Returns the stddevs of one client's share: the full noise over sqrt(m)."""
         return {
             name: stddev / tf.sqrt(params.clients_per_round)
             for name, stddev in self.noise_stddevs(params).items()
@@ -325,7 +325,7 @@ class CohortQuery:
 
     def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Returns the mean from a noisy sum (`Mechanism.mean`)."""
-        return self.mechanism.mean(update, weight, state, self.deployment)
+        return self.mechanism.mean(update, weight, state, self.context)
 
     def paid_for(
         self, paid: float | None, clients_per_round: float, noise_multiplier: float
@@ -348,7 +348,7 @@ class CohortQuery:
         round = RoundState(
             mechanism.reference_clip_norm, noise_multiplier, clients_per_round
         )
-        return float(mechanism.sensitivity_squared(round, self.deployment))
+        return float(mechanism.sensitivity_squared(round, self.context))
 
     def check_noise(
         self,
@@ -365,13 +365,13 @@ class CohortQuery:
         Args:
           state: The round's state.
           charged: The result of `paid_for` or `charged_for`.
-          stddevs: Those of the noise that will be added; None: asked for here.
+          stddevs: By name, the stddevs of the noise to be added; None: computed here.
 
         Returns:
           In a graph, the operations that raise the error, for `after_assertions`.
         """
         mechanism = self.mechanism
-        actual = mechanism.sensitivity_squared(state, self.deployment, stddevs)
+        actual = mechanism.sensitivity_squared(state, self.context, stddevs)
         return must_be_at_most(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + NOISE_ROUNDING),
@@ -380,7 +380,7 @@ class CohortQuery:
         )
 
     def check_reported_event(self, state: RoundState) -> list[tf.Operation]:
-        """Raises an error if a query of its own reports more than `round_event`.
+        """Raises an error if a TF-Privacy query reports a cost above `round_event`.
 
         It is for runtimes that record a round's event in advance, instead of asking
         `event_at` before each charge. It returns what `check_noise` returns.

@@ -69,8 +69,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         ),
         "participations_checked": (
             "That no client took part too soon or too often was checked "
-            "for every cohort before its release, by the names that clients "
-            "used: whoever came back under another name counts as another."
+            "for every cohort before its release, by the clients' names: a client "
+            "that came back under another name counts as another client."
         ),
     }
 
@@ -128,33 +128,33 @@ class CorrelatedNoise(mechanism.Mechanism):
         """T, as the charges repeat in each segment."""
         return self.rounds
 
-    def check(self, deployment: PrivacyContext) -> None:
+    def check(self, context: PrivacyContext) -> None:
         """Implements `Mechanism.check`."""
-        if deployment.sampling not in (Sampling.CYCLIC, Sampling.MIN_SEPARATION, None):
+        if context.sampling not in (Sampling.CYCLIC, Sampling.MIN_SEPARATION, None):
             raise ValueError(
                 "sampling must be 'cyclic' (or 'min_separation', if clients come "
                 f"unasked) with {self.name}, because its noise needs a client's "
                 f"rounds to be min_separation={self.min_separation} apart, got "
-                f"sampling={deployment.sampling!r}."
+                f"sampling={context.sampling!r}."
             )
-        if deployment.sampling is not None and not schedules.is_constant(
-            deployment.clients_per_round
+        if context.sampling is not None and not schedules.is_constant(
+            context.clients_per_round
         ):
             raise ValueError(
                 "clients_per_round must be one number under "
-                f"{deployment.sampling} sampling, got "
-                f"{deployment.clients_per_round!r}."
+                f"{context.sampling} sampling, got "
+                f"{context.clients_per_round!r}."
             )
-        limit, declared = self.max_participations, deployment.max_participations
+        limit, declared = self.max_participations, context.max_participations
         if limit is not None and declared is not None and declared > limit:
             raise ValueError(
-                "max_participations must be at most that of "
-                f"{self.name}, {limit}, by which its rounds are charged, got "
+                "max_participations must be at most the mechanism's "
+                f"({self.name}), {limit}, for which rounds are charged, got "
                 f"{declared}."
             )
-        if deployment.sampling is None or deployment.num_clients is None:
+        if context.sampling is None or context.num_clients is None:
             return
-        size, population = deployment.cohort_size(0), deployment.num_clients
+        size, population = context.cohort_size(0), context.num_clients
         if size * self.min_separation > population:
             raise ValueError(
                 "min_separation must be at most num_clients / "
@@ -163,14 +163,14 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{self.min_separation}."
             )
 
-    def init_noise_state(self, deployment: PrivacyContext) -> strategies.NoiseState:
+    def init_noise_state(self, context: PrivacyContext) -> strategies.NoiseState:
         """Implements `Mechanism.init_noise_state`: buffers of zeros."""
-        if deployment.shapes is None:
+        if context.shapes is None:
             raise ValueError(
                 f"{self.name} needs to know the shapes of an update before its "
                 "first round (PrivacyContext.shapes), got None."
             )
-        return self.generator.init_noise_state(deployment.shapes)
+        return self.generator.init_noise_state(context.shapes)
 
     def add_noise(
         self, update: Tensors, stddev: tf.Tensor, memory: strategies.NoiseState
@@ -182,7 +182,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         if [buffer.shape[1:] for buffer in memory.buffers] != shapes:
             # Were it broadcast, one draw would be the noise of several elements.
             raise ValueError(
-                f"memory must be that of variables with the shapes {shapes}, got "
+                f"memory must have buffers for variables of shapes {shapes}, got "
                 f"{[buffer.shape for buffer in memory.buffers]}."
             )
 
@@ -206,14 +206,14 @@ class CorrelatedNoise(mechanism.Mechanism):
         return int(memory.position)
 
     def round_event(
-        self, round_index: int, deployment: PrivacyContext
+        self, round_index: int, context: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: a Gaussian of z / col_t.
 
         Args:
           round_index: The number of earlier rounds with noise from this memory; it
             wraps around at T.
-          deployment: The context.
+          context: What is known about the run.
         """
         if self.noise_multiplier == 0:
             return dp_accounting.NonPrivateDpEvent()

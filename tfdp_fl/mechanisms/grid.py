@@ -74,9 +74,9 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
     @property
     def clip_share(self) -> float:
         """The fraction of S to which updates are clipped before rounding."""
-        if self.deployment.shapes is None:
+        if self.context.shapes is None:
             raise ValueError("shapes must be known to noise on a grid, got None.")
-        size = sum(math.prod(shape) for shape in self.deployment.shapes)
+        size = sum(math.prod(shape) for shape in self.context.shapes)
         return 1 - _CLIP_ERROR - (math.sqrt(size) / 2 + 1) / STEPS
 
     def initial_sample_state(self, template: Tensors) -> Contribution:

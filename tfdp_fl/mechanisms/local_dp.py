@@ -108,10 +108,10 @@ class LocalMechanism(mechanism.Mechanism):
         budget: Json = {"epsilon": target.epsilon, "delta": target.delta}
         return cls(**budget, **options)
 
-    def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
+    def bind(self, context: PrivacyContext) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`; the context must determine the noise."""
-        self.noise_stddevs(RoundState(1.0, 0.0, 1.0), deployment)
-        releases = deployment.rounds if self.composition == "basic" else 1
+        self.noise_stddevs(RoundState(1.0, 0.0, 1.0), context)
+        releases = context.rounds if self.composition == "basic" else 1
         epsilon = (self.epsilon or 0.0) / (releases or 1)
         if self.calibration == "classic" and epsilon >= 1:
             warnings.warn(
@@ -120,20 +120,20 @@ class LocalMechanism(mechanism.Mechanism):
                 "computed from the noise itself.",
                 stacklevel=2,
             )
-        return super().bind(deployment)
+        return super().bind(context)
 
-    def releases_per_round(self, deployment: PrivacyContext) -> int:
+    def releases_per_round(self, context: PrivacyContext) -> int:
         """Returns the number of separately charged releases in a round."""
         return 1
 
-    def noise_over_sensitivity(self, deployment: PrivacyContext) -> float:
+    def noise_over_sensitivity(self, context: PrivacyContext) -> float:
         """Returns sigma / sensitivity of one release, calibrated if necessary.
 
         Raises:
           ValueError: The mechanism has a budget for a training run whose number of
-            rounds the deployment does not specify.
+            rounds the context does not specify.
         """
-        if deployment.rounds is None:
+        if context.rounds is None:
             raise ValueError(
                 f"rounds must be known to split epsilon={self.epsilon!r} over "
                 f"them, got None; {self.name} needs it."
@@ -143,17 +143,17 @@ class LocalMechanism(mechanism.Mechanism):
             self.delta,
             self.calibration,
             self.composition,
-            rounds=deployment.rounds,
-            participations=deployment.max_participations or deployment.rounds,
+            rounds=context.rounds,
+            participations=context.max_participations or context.rounds,
         )
 
-    def mu_squared(self, deployment: PrivacyContext) -> float:
+    def mu_squared(self, context: PrivacyContext) -> float:
         """Returns (sensitivity / sigma)^2 of one client's release in one round.
 
         It is infinite without noise.
         """
-        ratio = self.noise_over_sensitivity(deployment)
-        return self.releases_per_round(deployment) / ratio**2 if ratio else math.inf
+        ratio = self.noise_over_sensitivity(context)
+        return self.releases_per_round(context) / ratio**2 if ratio else math.inf
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
@@ -220,28 +220,28 @@ class LocalDP(LocalMechanism):
         return self.noise_multiplier or 0.0
 
     def client_noise(
-        self, round: RoundState, client: ClientContext, deployment: PrivacyContext
+        self, round: RoundState, client: ClientContext, context: PrivacyContext
     ) -> Any:
         """Implements `Mechanism.client_noise`: z_local S."""
-        return self.client_noise_multiplier(deployment) * round.clip_norm
+        return self.client_noise_multiplier(context) * round.clip_norm
 
-    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
+    def noise_stddevs(self, round: RoundState, context: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on a sum of m releases."""
-        client_stddev = self.client_noise_multiplier(deployment) * round.clip_norm
+        client_stddev = self.client_noise_multiplier(context) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * client_stddev}
 
-    def noise_over_sensitivity(self, deployment: PrivacyContext) -> float:
+    def noise_over_sensitivity(self, context: PrivacyContext) -> float:
         """Implements `LocalMechanism.noise_over_sensitivity`."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier / SENSITIVITY
-        return super().noise_over_sensitivity(deployment)
+        return super().noise_over_sensitivity(context)
 
-    def client_noise_multiplier(self, deployment: PrivacyContext) -> float:
+    def client_noise_multiplier(self, context: PrivacyContext) -> float:
         """Returns z_local, the noise of one client divided by S."""
-        return SENSITIVITY * self.noise_over_sensitivity(deployment)
+        return SENSITIVITY * self.noise_over_sensitivity(context)
 
     def round_event(
-        self, round_index: int, deployment: PrivacyContext
+        self, round_index: int, context: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: the central guarantee of the mean.
 
@@ -253,13 +253,13 @@ class LocalDP(LocalMechanism):
         replaced, which moves the sum by 2S. For a fixed-size cohort, the charge itself
         doubles the sensitivity; for a shuffled one, this function does.
         """
-        multiplier = self.client_noise_multiplier(deployment)
-        if multiplier == 0 or deployment.sampling in (*charge.OF_RANDOM_SIZE, None):
+        multiplier = self.client_noise_multiplier(context)
+        if multiplier == 0 or context.sampling in (*charge.OF_RANDOM_SIZE, None):
             return dp_accounting.NonPrivateDpEvent()
-        if deployment.sampling != Sampling.FIXED_SIZE:
+        if context.sampling != Sampling.FIXED_SIZE:
             multiplier /= SENSITIVITY
         return dp_accounting.GaussianDpEvent(
-            multiplier * math.sqrt(deployment.cohort_size(round_index))
+            multiplier * math.sqrt(context.cohort_size(round_index))
         )
 
     def describe(self) -> str:

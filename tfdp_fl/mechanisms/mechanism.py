@@ -117,7 +117,7 @@ class Mechanism(abc.ABC):
     # clip_to_cohort(norms, round) -> S: the clip of this round, computed from the norms
     # of its whole cohort (float32 vector, possibly empty).
     clip_to_cohort: ClassVar[Callable[..., tf.Tensor] | None] = None
-    # client_noise(round, client, deployment) -> stddev of the noise that a client adds
+    # client_noise(round, client, context) -> stddev of the noise that a client adds
     # to its own update if noise_site is "every client": a float32 scalar, or a list
     # of one per variable.
     client_noise: ClassVar[Callable[..., tf.Tensor | Tensors] | None] = None
@@ -206,18 +206,19 @@ class Mechanism(abc.ABC):
         update: Tensors,
         round: RoundState,
         client: ClientContext,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
     ) -> Contribution:
         """Returns one client's clipped contribution, before any noise.
 
-        An update with a NaN or an Inf becomes zero.
+        It is called only if `scales_updates` is False. An update with a NaN or an Inf
+        becomes zero.
 
         Args:
           update: List of float tensors; a client's weights if
             `releases_weights`.
           round: The state of this round.
           client: What the client knows about itself.
-          deployment: The context.
+          context: What is known about the run.
         """
         scaled = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
         scaled = scaled.scale_by(client.weight)
@@ -231,19 +232,19 @@ class Mechanism(abc.ABC):
         """
         return 1.0
 
-    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
+    def noise_stddevs(self, round: RoundState, context: PrivacyContext) -> Json:
         """Returns the stddevs of the noise on the sum of updates and on each side sum.
 
         Args:
           round: This round; Python floats or TensorFlow scalars.
-          deployment: The context.
+          context: What is known about the run.
 
         Returns:
           Stddevs by name: "update" and `side_names`.
         """
         return {"update": round.noise_multiplier * round.clip_norm}
 
-    def init_noise_state(self, deployment: PrivacyContext) -> Memory:
+    def init_noise_state(self, context: PrivacyContext) -> Memory:
         """Returns the memory before the first round; () if there is none."""
         return ()
 
@@ -264,7 +265,7 @@ class Mechanism(abc.ABC):
         update: Tensors,
         weight: tf.Tensor,
         round: RoundState,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
     ) -> Tensors:
         """Returns the released mean: the noisy sum divided by m.
 
@@ -277,11 +278,11 @@ class Mechanism(abc.ABC):
           weight: Float32 scalar, the sum of the clients' weights. With a central
             guarantee, whose noise does not cover that sum, the expected one.
           round: The state of this round.
-          deployment: The context.
+          context: What is known about the run.
         """
         if self.trust_model != TrustModel.CENTRAL:
             return clipping.mean_of_answers(update, weight)
-        expected = deployment.expected_weight(round.clients_per_round)
+        expected = context.expected_weight(round.clients_per_round)
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
     def next_clip_norm(self, sums: Mapping[str, Scalar], round: RoundState) -> Scalar:
@@ -296,7 +297,7 @@ class Mechanism(abc.ABC):
     # What it costs.
 
     def round_event(
-        self, round_index: int, deployment: PrivacyContext
+        self, round_index: int, context: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Returns the event that one round releases, without sampling.
 
@@ -311,10 +312,10 @@ class Mechanism(abc.ABC):
         z = self.noise_multiplier_at(round_index)
         if z == 0 or self.trust_model != TrustModel.CENTRAL:
             return dp_accounting.NonPrivateDpEvent()
-        # A mechanism whose cost depends on z and S alone needs no deployment.
-        size = deployment.cohort_size(round_index) if deployment else 1.0
+        # A mechanism whose cost depends on z and S alone needs no context.
+        size = context.cohort_size(round_index) if context else 1.0
         round = RoundState(self.reference_clip_norm, z, size)
-        mu_squared = self.sensitivity_squared(round, deployment)
+        mu_squared = self.sensitivity_squared(round, context)
         if not 0 < mu_squared < math.inf:
             return dp_accounting.NonPrivateDpEvent()
         derived = mu_squared**-0.5
@@ -325,18 +326,18 @@ class Mechanism(abc.ABC):
     def sensitivity_squared(
         self,
         round: RoundState,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
         stddevs: Mapping[str, Scalar] | None = None,
     ) -> Scalar:
         """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
 
         Args:
           round: This round; Python floats or TensorFlow scalars.
-          deployment: The context.
+          context: What is known about the run.
           stddevs: The result of `noise_stddevs`, if it is known.
         """
         if stddevs is None:
-            stddevs = self.noise_stddevs(round, deployment)
+            stddevs = self.noise_stddevs(round, context)
         bounds = {"update": self.l2_norm_bound(round), **self.side_bounds}
         ratios = [_ratio(bounds[name], stddev) for name, stddev in stddevs.items()]
         return sum(ratio**2 for ratio in ratios)
@@ -347,17 +348,17 @@ class Mechanism(abc.ABC):
         return self.first_clip_norm() or 1.0
 
     def event_at(
-        self, round_index: int, deployment: PrivacyContext, state: RoundState
+        self, round_index: int, context: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
         """Returns the next round's event; called right before the round is charged.
 
         Args:
           round_index: As for `round_event`.
-          deployment: The context.
+          context: What is known about the run.
           state: The query's state before the round.
         """
         del state
-        return self.round_event(round_index, deployment)
+        return self.round_event(round_index, context)
 
     def event_index(self, round_index: int, memory: Memory) -> int:
         """Returns the round index to pass to `round_event`.
@@ -384,7 +385,7 @@ class Mechanism(abc.ABC):
         """
         return None
 
-    def mu_squared(self, deployment: PrivacyContext) -> float:
+    def mu_squared(self, context: PrivacyContext) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 
         Only for mechanisms with a local trust model, composed client by client.
@@ -419,7 +420,7 @@ class Mechanism(abc.ABC):
         return noise_multiplier
 
     def noise_multiplier_limit(
-        self, round_index: int, deployment: PrivacyContext
+        self, round_index: int, context: PrivacyContext
     ) -> float:
         """Returns the upper limit on a round's noise multiplier (exclusive)."""
         return float("inf")
@@ -482,8 +483,8 @@ class Mechanism(abc.ABC):
 
     # How it runs.
 
-    def check(self, deployment: PrivacyContext) -> None:
-        """Raises ValueError if the mechanism does not suit a deployment."""
+    def check(self, context: PrivacyContext) -> None:
+        """Raises ValueError if the mechanism does not suit a context."""
         # Members may be set after the class, or the instance, was made.
         overriding.require_cost(type(self), Mechanism)
         overriding.require_no_own_members(self)
@@ -499,24 +500,24 @@ class Mechanism(abc.ABC):
             self.side_bounds and self.trust_model != TrustModel.CENTRAL
         ):
             raise ValueError(
-                "side_bounds must name none of its sums 'update', and must be empty "
-                "unless the guarantee is central, as otherwise nobody adds noise to "
-                f"them, got {dict(self.side_bounds)!r}."
+                "side_bounds must not have a sum named 'update', and must be empty "
+                "unless the guarantee is central, as side sums otherwise get no noise, "
+                f"got {dict(self.side_bounds)!r}."
             )
         if self.needs_exact_cohort and self.max_participations is not None:
             raise ValueError(
                 "max_participations must be None with noise_site='client': the noise "
-                "is complete only if nobody is left out of a cohort, got "
+                "is complete only if no client is left out of a cohort, got "
                 f"{self.max_participations!r}."
             )
-        if self.needs_exact_cohort and deployment.sampling not in (
+        if self.needs_exact_cohort and context.sampling not in (
             "fixed_size",
             None,
         ):
             raise ValueError(
                 "noise_site='client' needs sampling='fixed_size', because the "
                 "noise is complete only if exactly clients_per_round clients "
-                f"answer, got sampling={deployment.sampling!r}."
+                f"answer, got sampling={context.sampling!r}."
             )
 
     def check_weighting(self, weighting: ClientWeighting | None) -> None:
@@ -528,10 +529,7 @@ class Mechanism(abc.ABC):
         """
         if weighting is None:
             return
-        if type(weighting) is not ClientWeighting:  # Another could mix clients.
-            raise TypeError(
-                f"client_weighting must be a ClientWeighting itself, got {weighting!r}."
-            )
+        _validate.exactly(ClientWeighting, client_weighting=weighting)
         if not (
             self.scales_updates
             and self.trust_model != TrustModel.LOCAL
@@ -545,20 +543,20 @@ class Mechanism(abc.ABC):
                 f"or NoPrivacy), got {weighting!r}."
             )
 
-    def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
+    def bind(self, context: PrivacyContext) -> cohort_query.CohortQuery:
         """Returns the TensorFlow side of the mechanism.
 
         Args:
-          deployment: The context in which it is used.
+          context: What is known about the run.
 
         Raises:
           ValueError: The mechanism's guarantee does not hold in this context.
         """
-        Mechanism.check(self, deployment)  # Even if a subclass forgets to call it.
-        self.check(deployment)
-        if deployment.noise_generator == noise.EXACT:
-            return grid.RoundedGaussianQuery(self, deployment)
-        return cohort_query.CohortQuery(self, deployment)
+        Mechanism.check(self, context)  # Even if a subclass forgets to call it.
+        self.check(context)
+        if context.noise_generator == noise.EXACT:
+            return grid.RoundedGaussianQuery(self, context)
+        return cohort_query.CohortQuery(self, context)
 
     def static_config(self) -> Hashable:
         """Returns what must not change from round to round; () if nothing.

@@ -152,12 +152,12 @@ class MedianClipping(mechanism.Mechanism):
             )
         return super().from_budget(target, **options)
 
-    def check(self, deployment: PrivacyContext) -> None:
+    def check(self, context: PrivacyContext) -> None:
         """Refuses an exact median of so few clients that one of them controls it."""
-        super().check(deployment)
-        constant = schedules.is_constant(deployment.clients_per_round)
-        rounds = range(1 if constant else deployment.rounds or 1)
-        smallest = min(map(deployment.cohort_size, rounds))
+        super().check(context)
+        constant = schedules.is_constant(context.clients_per_round)
+        rounds = range(1 if constant else context.rounds or 1)
+        smallest = min(map(context.cohort_size, rounds))
         if self.median_noise_multiplier is None and smallest < 3:
             raise ValueError(
                 "clients_per_round must be at least 3 with the exact median, which "
@@ -185,11 +185,11 @@ class MedianClipping(mechanism.Mechanism):
     def sensitivity_squared(
         self,
         round: RoundState,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
         stddevs: Mapping[str, Scalar] | None = None,
     ) -> Scalar:
         """Implements `Mechanism.sensitivity_squared`: the sum, and a private median."""
-        of_sum = super().sensitivity_squared(round, deployment, stddevs)
+        of_sum = super().sensitivity_squared(round, context, stddevs)
         z_median = self.median_noise_multiplier
         return of_sum if z_median is None else of_sum + z_median**-2
 

@@ -27,9 +27,9 @@ from tfdp_fl.mechanisms.contribution import (
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
 
-def _require_known(name: str, deployment: PrivacyContext) -> int:
-    """Returns a number from the deployment; raises an error if it is unknown."""
-    value = getattr(deployment, name)
+def _require_known(name: str, context: PrivacyContext) -> int:
+    """Returns a number from the context; raises an error if it is unknown."""
+    value = getattr(context, name)
     if not value:
         raise ValueError(
             f"{name} must be known to NbAFL, got {value!r}: the noise depends on it."
@@ -115,7 +115,7 @@ class NbAFL(mechanism.Mechanism):
         """The delta at which `epsilon` is claimed: 1.25 exp(-c^2/2)."""
         return min(1.0, 1.25 * math.exp(-(self.constant**2) / 2))
 
-    def downlink_stddev(self, deployment: PrivacyContext) -> float:
+    def downlink_stddev(self, context: PrivacyContext) -> float:
         """Returns sigma_D (Wei et al. 2020, Theorem 1).
 
         2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and 0
@@ -125,37 +125,37 @@ class NbAFL(mechanism.Mechanism):
         how often a client's parameters are exposed. Every upload is charged by sigma_U,
         which uses T instead of L, so epsilon does not depend on L.
         """
-        rounds = _require_known("rounds", deployment)
-        num_clients = _require_known("num_clients", deployment)
-        excess = rounds**2 - deployment.cohort_size(0) ** 2 * num_clients
+        rounds = _require_known("rounds", context)
+        num_clients = _require_known("num_clients", context)
+        excess = rounds**2 - context.cohort_size(0) ** 2 * num_clients
         if excess <= 0:
             return 0.0
-        examples = _require_known("min_examples", deployment)
+        examples = _require_known("min_examples", context)
         numerator = 2.0 * self.constant * self.weight_clip * math.sqrt(excess)
         return numerator / (examples * num_clients * self.epsilon)
 
-    def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
+    def bind(self, context: PrivacyContext) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
-        self.downlink_stddev(deployment)
-        return super().bind(deployment)
+        self.downlink_stddev(context)
+        return super().bind(context)
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`: C."""
         return self.weight_clip
 
-    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
+    def noise_stddevs(self, round: RoundState, context: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: before broadcast."""
-        return {"update": self.downlink_stddev(deployment)}
+        return {"update": self.downlink_stddev(context)}
 
     def contribution(
         self,
         update: Tensors,
         round: RoundState,
         client: ClientContext,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
     ) -> Contribution:
         """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C)."""
-        clipped = super().contribution(update, round, ClientContext(), deployment)
+        clipped = super().contribution(update, round, ClientContext(), context)
         n = _num_examples(client.num_examples)
         return clipped._replace(update=clipping.multiply(clipped.update, n))
 
@@ -167,15 +167,15 @@ class NbAFL(mechanism.Mechanism):
         return _num_examples(num_examples)
 
     def client_noise(
-        self, round: RoundState, client: ClientContext, deployment: PrivacyContext
+        self, round: RoundState, client: ClientContext, context: PrivacyContext
     ) -> tf.Tensor:
         """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
 
         sigma_U = 2 C T c / (n epsilon) (Wei et al. 2020, eq. 10), so n sigma_U is the
         same for all clients with examples.
         """
-        rounds = _require_known("rounds", deployment)
-        # (C of the round: a state in TFF may be of a process with another one.)
+        rounds = _require_known("rounds", context)
+        # (The round's own C: a TFF state may come from a process with another C.)
         stddev = 2.0 * rounds * self.constant / self.epsilon * round.clip_norm
         return tf.where(_num_examples(client.num_examples) > 0, stddev, 0.0)
 
@@ -184,7 +184,7 @@ class NbAFL(mechanism.Mechanism):
         update: Tensors,
         weight: tf.Tensor,
         round: RoundState,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
     ) -> Tensors:
         """Implements `Mechanism.mean`: p / max(1, |p| / C), N(0, sigma_D^2).
 
@@ -195,15 +195,15 @@ class NbAFL(mechanism.Mechanism):
             tf.clip_by_value(tensor, -bound, bound)
             for tensor in clipping.mean_of_answers(update, weight)
         ]
-        stddev = self.downlink_stddev(deployment)
+        stddev = self.downlink_stddev(context)
         return noise.add_normal(weights, stddev) if stddev > 0 else weights
 
-    def mu_squared(self, deployment: PrivacyContext) -> float:
+    def mu_squared(self, context: PrivacyContext) -> float:
         """Returns (sensitivity / sigma_U)^2 of one upload, for any n.
 
         With the paper's sensitivity of 2C/n, it is (epsilon / (T c))^2.
         """
-        rounds = _require_known("rounds", deployment)
+        rounds = _require_known("rounds", context)
         return (self.epsilon / (rounds * self.constant)) ** 2
 
     def caveats(self) -> tuple[str, ...]:

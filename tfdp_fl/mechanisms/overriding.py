@@ -29,7 +29,7 @@ _BOUNDED = {
 }
 # The derived cost is computed from these, and each release compared with it:
 _DERIVED = {
-    *("noise_stddevs", "noise_multiplier_at", "noise_multiplier", "noise_site"),
+    *("noise_stddevs", "noise_multiplier", "noise_site"),
     *("l2_norm_bound", "side_bounds", "clip_norm", "first_clip_norm"),
     *("max_participations", "min_separation", "epsilon", "event_period"),
     *("static_config", "state_fingerprint", "__post_init__"),

@@ -49,7 +49,7 @@ class PerLayerClipping(mechanism.Mechanism):
         update: Tensors,
         round: RoundState,
         client: ClientContext,
-        deployment: PrivacyContext,
+        context: PrivacyContext,
     ) -> Contribution:
         """Implements `Mechanism.contribution`: Delta_l min(1, S_l / ||Delta_l||)."""
         norm, usable = clipping.finite_global_norm(update)

@@ -53,8 +53,8 @@ _RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Trunc
 class WrappedQuery(cohort_query.CohortQuery):
     """Runs a TF-Privacy query, whose state is `RoundState.memory`."""
 
-    def __init__(self, mechanism: QueryMechanism, deployment: PrivacyContext):
-        super().__init__(mechanism, deployment)
+    def __init__(self, mechanism: QueryMechanism, context: PrivacyContext):
+        super().__init__(mechanism, context)
         self._query = mechanism.query
 
     def initial_global_state(self) -> RoundState:
@@ -165,7 +165,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         Raises:
           ValueError: It reports an event that is not Gaussian and changes by round.
         """
-        zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
+        zeros = [tf.zeros(shape) for shape in self.context.shapes or ()]
         declared = charge.normalise(self.mechanism.dp_event)
         with tf.init_scope():
             *_, first = _run_round(
@@ -314,28 +314,28 @@ class QueryMechanism(mechanism.Mechanism):
             )
         check_query(self.query, self.dp_event, [VECTOR])
 
-    def bind(self, deployment: PrivacyContext) -> WrappedQuery:
+    def bind(self, context: PrivacyContext) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
-        vectors = [VECTOR] * (deployment.num_variables or 1)
+        vectors = [VECTOR] * (context.num_variables or 1)
         check_query(self.query, self.dp_event, vectors)
-        if deployment.shapes is not None:
-            check_query(self.query, self.dp_event, deployment.shapes, must_run=True)
-        return WrappedQuery(self, deployment)
+        if context.shapes is not None:
+            check_query(self.query, self.dp_event, context.shapes, must_run=True)
+        return WrappedQuery(self, context)
 
     def round_event(
-        self, round_index: int, deployment: PrivacyContext
+        self, round_index: int, context: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: the given event."""
         return self.dp_event
 
     def event_at(
-        self, round_index: int, deployment: PrivacyContext, state: RoundState
+        self, round_index: int, context: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.event_at`: the costlier of given and reported event.
 
         If neither is known to be costlier, it is the composition of both.
         """
-        shapes = deployment.shapes or [VECTOR] * (deployment.num_variables or 1)
+        shapes = context.shapes or [VECTOR] * (context.num_variables or 1)
         with tf.init_scope():
             *_, event = _run_round(
                 self.query, [tf.zeros(s) for s in shapes], state.memory
@@ -445,9 +445,9 @@ def _check_classes(query: tfp.SumAggregationDPQuery) -> None:
     accumulate = type(query).accumulate_preprocessed_record
     if not accumulate.__module__.startswith("tensorflow_privacy."):
         raise ValueError(
-            "query must leave it to TF-Privacy to add up its records, as runtimes add "
-            f"up sums of them, got {type(query).__name__} with an "
-            "accumulate_preprocessed_record of its own."
+            "query must not override accumulate_preprocessed_record, as runtimes also "
+            "add up sums of records, got one that does: "
+            f"{type(query).__name__}."
         )
     if isinstance(query, tfp.NormalizedQuery):
         _check_classes(query._numerator)
@@ -457,7 +457,7 @@ def _check_classes(query: tfp.SumAggregationDPQuery) -> None:
 
 
 def _has_noise(result: tf.Tensor) -> bool:
-    """Returns False if a result is zero in so many coordinates that it has no noise.
+    """Returns whether a result has noise: False for a long vector of zeros.
 
     A result with fewer coordinates may be zero by chance, if the noise is coarse.
     """

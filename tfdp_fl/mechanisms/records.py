@@ -3,8 +3,9 @@
 Wherever an update was trained and however it was clipped, under a central guarantee its
 record passes `bound` (or `bound_factor`, if only its norm is known) and `to_grid`; one
 that is added alone passes `add`. (Side by side, `_sum_of` in engine/side_by_side.py
-rounds; Flower's server does the same in NumPy, in flower/sums.py.) Together they ensure
-two of the five rules in docs/architecture.md:
+rounds; `accumulate` in engine/lookups.py adds the embedding rows that a client used;
+Flower's server does the same in NumPy, in flower/sums.py.) Together they ensure two of
+the five rules in docs/architecture.md:
 
 One door. `as_tensors` makes dense tensors of a record, so that what is measured is what
 is added, and requires the update's shapes. `bound` replaces it by zeros if it is longer
@@ -32,9 +33,8 @@ from tfdp_fl.mechanisms.contribution import Contribution, Scalar
 # The relative rounding error allowed in a computed norm (docs/clipping.md).
 _ROUNDING = 1e-5
 
-# Float64 represents integers up to 2^53 exactly. A client's coordinate is at most
-# 2^_STEP_BITS / m steps, so the sum of 4 m clients is exact.
-_STEP_BITS = 50
+# Float64 represents integers up to 2^53 exactly; see `step`.
+_STEP_BITS = 49
 
 
 def as_tensors(
@@ -42,15 +42,15 @@ def as_tensors(
 ) -> list[tf.Tensor]:
     """Returns an update's parts as dense tensors, as they will be added.
 
-    A `tf.IndexedSlices`, for example, has the norm of its rows only until those that
-    repeat are added up; a number, its norm only until it is broadcast.
+    Otherwise, the measured norm could change when it is added: a `tf.IndexedSlices`
+    adds up its repeated rows, and a number is broadcast.
 
     Args:
       parts: The parts.
       like: Tensors, or specs, whose shapes they must have; None: any.
 
     Raises:
-      ValueError: A part is no tensor of numbers with a fraction, or has another shape.
+      ValueError: A part is not a float or complex tensor, or has another shape.
     """
     tensors = list(map(tf.convert_to_tensor, parts))
     for tensor in tensors:
@@ -62,8 +62,8 @@ def as_tensors(
     shapes = [tensor.shape for tensor in tensors]
     if like is not None and shapes != (expected := [part.shape for part in like]):
         raise ValueError(
-            "An update (of an upload_hook, or of a mechanism's contribution) must have "
-            "one tensor for each variable, of its shape, got "
+            "An update (of an upload_hook or a mechanism's contribution) must have "
+            "one tensor per variable, with the variable's shape, got "
             f"{[*map(str, shapes)]} for {[*map(str, expected)]}."
         )
     return tensors
@@ -137,7 +137,7 @@ def _bound_sides(
 
 
 def _on_side_grid(value: tf.Tensor, limit: float) -> tf.Tensor:
-    """Rounds a number up to a limit to multiples of 2^-29 of the limit, or less.
+    """Rounds a number in [-limit, limit] to a grid whose step is at most 2^-29 limit.
 
     Float64 adds up 2^23 of them exactly. (TensorFlow would simplify `to_grid` with a
     constant step.)
@@ -169,9 +169,9 @@ def zero_if_empty(record: Contribution, num_examples: Scalar | None) -> Contribu
 def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
     """Returns the step of the grid: a power of two, float32 scalar; 0 for none.
 
-    It is at most S (m + 16) 2^-49, so the sum of 4 (m + 16) coordinates, each at most
-    2 S, is less than 2^53 steps. The step is public: S is sent by the server, and m is
-    planned.
+    It is more than S (m + 16) 2^-50, so the sum of 4 (m + 16) coordinates, each at
+    most 2 S, is less than 2^53 steps. The step is public: S is sent by the server, and
+    m is planned.
 
     Args:
       norm_bound: S; without a bound (infinity) there is no grid.
@@ -188,7 +188,7 @@ MOST_IN_STEPS = 512
 
 
 def coarse_step(norm_bound: Scalar) -> tf.Tensor:
-    """Returns the step of int32 sums: the power of two up to S, times 2^-20.
+    """Returns the step of int32 sums: the largest power of two up to S, times 2^-20.
 
     A coordinate of at most S, which is less than twice that power, is less than 2^21
     steps. (Below `SMALLEST_CLIP_NORM`, all are 0, and the step stays above 0.)
@@ -209,7 +209,7 @@ def to_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
 
 
 def from_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what sums of whole steps stand for, float64 and exact."""
+    """Converts sums of whole steps back to updates, float64 and exact."""
     return [tf.cast(t, tf.float64) * tf.cast(step, tf.float64) for t in update]
 
 

@@ -105,6 +105,8 @@ class PrivateSearch:
             _validate.inside_unit_interval(target_delta=target_delta),
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
+        if isinstance(score, PrivateScore):
+            _validate.exactly(PrivateScore, score=score)
         # Each search is a separate run, like the other runs in its ledger.
         self._account = PrivacyAccount(TrustModel.CENTRAL, num_clients=1)
         self._charged_run_ids: set[str] = set()
@@ -137,7 +139,7 @@ class PrivateSearch:
           shuffle: Whether clients shuffle their examples.
           directory: The directory of `ledger.jsonl`, which records the search as one
             line; other runs in it count as well. The directory also contains the
-            search's state, and later its result. Keep it secret for ever, as its files'
+            search's state, and later its result. Keep it secret permanently: its files'
             change times reveal how long the search took. None: nothing is stored.
           resume_from: The `directory` of an interrupted search. The search continues
             with the remaining trials; an interrupted trial counts as failed. A search

@@ -118,7 +118,7 @@ class PublicScore:
                 lambda leaf: leaf.numpy()[np.unique(rows)], clients.flat()
             )
             if examples <= _example_hashes(x, nests.labels_of(y)):
-                # Only a warning: an error before the charge would tell who is there.
+                # Only a warning: an error before the charge would reveal who is there.
                 _signals.warn(
                     "PublicScore's examples are all the training clients' own, and "
                     "epsilon does not cover it. PrivateScore(metric, "
@@ -294,7 +294,7 @@ class Trial:
         conformed = example_spec.conform_all(built.model, training, split.training)
         self._split = dataclasses.replace(split, training=conformed)
         self._options = options
-        self._deployment = PrivacyContext(
+        self._context = PrivacyContext(
             clients_per_round=self.clients_per_round,
             num_clients=split.training.num_clients,
             sampling="poisson",
@@ -348,7 +348,7 @@ class Trial:
         sampler = sampling.make_sampler(
             "poisson", self._split.training.num_clients, self.clients_per_round
         )
-        self._planned = charge_plan(self.mechanism, sampler, self._deployment)
+        self._planned = charge_plan(self.mechanism, sampler, self._context)
         return dp_accounting.ComposedDpEvent(
             tuple(
                 dp_accounting.SelfComposedDpEvent(charge.dp_event("rdp"), count)
@@ -358,7 +358,7 @@ class Trial:
 
     def noise_multiplier_limit(self) -> float | None:
         """Returns the largest noise multiplier that the mechanism accepts."""
-        return largest_noise(self.mechanism.with_noise_multiplier, self._deployment)
+        return largest_noise(self.mechanism.with_noise_multiplier, self._context)
 
     def caveats(self) -> set[str]:
         """Returns the caveats of its trainings; call it after `prepare`."""
@@ -409,11 +409,11 @@ class Trial:
         federated_training.mark_owner(self._fed, self.variables, self.model)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
-        if not run.spending.own <= self._planned:
+        if not run.account.own <= self._planned:
             raise RuntimeError("A trial was charged more than was planned.")
 
 
-# Two trials at once, in threads, would each restore the other one's silence.
+# Two trials in parallel threads would each restore the other's silenced output.
 _one_at_a_time = threading.RLock()
 
 

@@ -1,10 +1,10 @@
 """A silo's files on disk: its lock, its current message, and its answers.
 
-The ledger and the checkpoints of its rounds are those of a `RoundCheckpoint` in the
-same directory. For one message, files are written in this order:
+A `RoundCheckpoint` in the same directory writes the ledger and the checkpoints of its
+rounds. For one message, files are written in this order:
 
-    1. if an earlier message was broken off and is not continued, that it is given up,
-       as its checkpoint would be taken for that of step 2; a checkpoint with the
+    1. if an earlier message was interrupted and is not continued, a note that it is
+       given up (its checkpoint would be mistaken for step 2's); a checkpoint with the
        received weights
     2. the start of the message
     3. for each round, its line in the ledger, then its checkpoint
@@ -17,7 +17,7 @@ been sent. After it, the same message continues from the newest checkpoint, and 
 other message finds out how much was charged for an answer that was never delivered.
 After step 5, only the answer matters.
 
-An answer is a small file that stays for ever, so a message with an answer is never
+An answer is a small file that is never removed, so a message with an answer is never
 trained again. Its weights are in a separate file. The weights of old answers are
 removed, and if their messages are sent again, they are refused.
 

@@ -95,8 +95,8 @@ class Silo:
           client_ids: The person of each row, [n].
           directory: A directory for this silo alone, created if necessary. It contains
             the ledger, the state and the answers, which only its owner can read (mode
-            0600). Of the answers' weights, it keeps the newest gibibyte, and always
-            those of the last answer.
+            0600). It keeps the newest gibibyte of the answers' weights, and always the
+            last answer's.
           rounds: The number of private rounds for each message.
           batch_size: Examples in one local batch.
           local_epochs: Passes over a person's rows in one round.
@@ -200,7 +200,8 @@ class Silo:
           As `DPFederatedModel.evaluate_clients`.
 
         Raises:
-          ValueError: As in `train`; or the target no longer allows such a release.
+          ValueError: As in `train`; or the target no longer allows such a release; or
+            an earlier evaluation had another noise multiplier.
         """
         _validate.instance_of(PrivateMetrics, private=private)
         received = self._check_weights(weights)
@@ -210,6 +211,7 @@ class Silo:
             answer = self._directory.answer(message)
             if answer is None:
                 fed, _ = self._open()
+                _require_same_noise(fed, private)
                 self._set_weights(fed, received)
                 self._directory.begin(message, fed.rounds, _count_charges(fed))
                 answer = fed.evaluate_clients(self._table, verbose=0, private=private)
@@ -270,24 +272,24 @@ class Silo:
             "send any weights, send them again, or collude: the promise for all "
             f"that this silo has sent so far is {_guarantee(spent, delta)}. "
             "If they stop because of what it sent, the promise is its target, "
-            f"{_guarantee(self.target.epsilon, self.target.delta)}, more than which it "
-            f"will never spend. {self._promise_for_chosen_evaluations(fed)}"
-            "Somebody who is also in another silo that has spent as much has "
+            f"{_guarantee(self.target.epsilon, self.target.delta)}, which it never "
+            f"exceeds. {self._promise_for_chosen_evaluations(fed)}"
+            "Anyone who is also in another silo that has spent as much has "
             f"{_guarantee(2 * spent, 2 * delta)}. Not covered: whether this silo "
             "answers at all. It does not if its table is invalid or has other people "
             "than before."
         )
         if lost:
             text += (
-                f" Releases charged for interrupted messages: {lost}. Nobody got those "
-                "answers, but epsilon counts them."
+                f" Releases charged for interrupted messages: {lost}. Their answers "
+                "were never delivered, but epsilon counts them."
             )
         return text
 
     def _promise_for_chosen_evaluations(self, fed: DPFederatedModel) -> str:
         """Returns a sentence about a server that asks for them by what it was sent."""
-        assert fed.spending is not None
-        if not (num_evaluations := fed.spending.evaluations):
+        assert fed.account is not None
+        if not (num_evaluations := fed.account.evaluations):
             return ""
         delta = (1 + num_evaluations) * self.target.delta
         return (
@@ -359,7 +361,7 @@ class Silo:
         if lost and first is None:
             warnings.warn(
                 f"Message {files.state['message']['name']} was interrupted. Releases "
-                f"charged for it: {lost}. Nobody got the answer, but epsilon counts "
+                f"charged for it: {lost}. No answer was delivered, but epsilon counts "
                 "them.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -395,7 +397,7 @@ class Silo:
             raise ValueError(
                 'build must return a model with on_client_failure="exclude" and noise '
                 "that the silo adds itself: an abandoned round would tell the server "
-                "that somebody's training failed."
+                "that training on some person's data failed."
             )
         if fed.run is not None:
             raise ValueError("build must return a new model each time, got a used one.")
@@ -480,10 +482,25 @@ def _guarantee(epsilon: float, delta: float) -> str:
     return f"epsilon = {format_up(epsilon)} at delta = {format_up(delta, 6)}"
 
 
+def _require_same_noise(fed: DPFederatedModel, private: PrivateMetrics) -> None:
+    """Raises ValueError if an earlier evaluation had another noise multiplier.
+
+    What was sent earlier could decide it. The statement's delta counts how many
+    evaluations there were, and not of which kinds (`_promise_for_chosen_evaluations`).
+    """
+    assert fed.account is not None
+    earlier = {cost.noise_multiplier for cost in fed.account.evaluation_costs}
+    if earlier - {private.noise_multiplier}:
+        raise ValueError(
+            "private must have the noise_multiplier of this silo's earlier "
+            f"evaluations, {earlier.pop():g}, got {private.noise_multiplier:g}."
+        )
+
+
 def _count_charges(fed: DPFederatedModel) -> int:
     """Returns the number of charged releases: rounds and evaluations."""
-    assert fed.spending is not None
-    return fed.spending.rounds + fed.spending.evaluations
+    assert fed.account is not None
+    return fed.account.rounds + fed.account.evaluations
 
 
 def _settings(fed: DPFederatedModel) -> Json:

@@ -309,7 +309,7 @@ def _create_release(
     @tff.tensorflow.computation(total_type, *state_types)
     def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
-        # (Side sums stay as they are until they have their noise.)
+        # (Side sums keep their dtype until their noise is added.)
         sums = scalars.pop("sums")
         scalars = tf.nest.map_structure(lambda t: tf.cast(t, tf.float32), scalars)
         size = plan.check_size(
@@ -325,7 +325,7 @@ def _create_release(
             [size, *reported, *plan.check_sums(query, query_state)],
             contribution.Contribution(update=update, sums=sums, **scalars),
         )
-        # What is added must be at least what the recorded line says.
+        # The noise must be at least what the recorded line was charged for.
         mean, new_state = algorithm.release(
             query, record, query_state, plan.charged_at(round_index)
         )
@@ -370,9 +370,9 @@ def _create_clip_to_cohort(
 ) -> tff.Computation:
     """Returns the phase that sets the clip from the norms of the cohort.
 
-    The norms are collected, not summed, so the server sees each of them. The clients
-    only get the clip that is computed from them. It is kept within the plan's limits:
-    a check that failed because of it would tell about the cohort, uncharged.
+    The norms are collected, not summed, so the server sees each of them. Clients get
+    only the clip computed from them. It is kept within the plan's limits: a failed
+    check would reveal something about the cohort that is not charged.
     """
     norms_type = tff.TensorType(np.float32, [None])
 
@@ -423,7 +423,7 @@ def end_worker_at_exit() -> None:
     worker listens on all interfaces, runs any graph that it is sent
     (docs/threat_model.md), and ends when the context is deleted. During the
     interpreter's shutdown, deleting the context fails, and the worker keeps running. So
-    an exit handler replaces the context, by one without a worker.
+    an exit handler replaces the context by one without a worker.
 
     Further calls have no effect.
     """

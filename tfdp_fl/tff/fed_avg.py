@@ -40,21 +40,21 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
 
     Attributes:
       mechanism: The mechanism, which defines each round's release and cost.
-      deployment: The mechanism's context, as far as it was given.
+      context: What the mechanism may know about the run, as far as it was given.
     """
 
     def __init__(
         self,
         process: tff.learning.templates.LearningProcess,
         mechanism: mechanism_lib.Mechanism,
-        deployment: contribution.PrivacyContext,
+        context: contribution.PrivacyContext,
     ):
         """Extends a process, with the same computations.
 
         Args:
           process: The learning process to extend.
           mechanism: The mechanism that aggregates in it.
-          deployment: The mechanism's context.
+          context: What the mechanism may know about the run.
         """
         super().__init__(
             process.initialize,
@@ -65,7 +65,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
             set_hparams_fn=process.set_hparams,
         )
         self.mechanism = mechanism
-        self.deployment = deployment
+        self.context = context
 
     def with_cohort(
         self, state: state_lib.ServerState, cohort: sampling.Cohort
@@ -84,7 +84,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         """
         _validate.instance_of(sampling.Cohort, cohort=cohort)
         for name in ("sampling", "num_clients"):
-            built_with = getattr(self.deployment, name)
+            built_with = getattr(self.context, name)
             drawn_with = getattr(cohort.participation, name)
             if built_with not in (None, drawn_with):
                 raise ValueError(
@@ -111,7 +111,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
             process was built with them.
         """
         for name in ("sampling", "num_clients", "max_participations"):
-            built_with = getattr(self.deployment, name)
+            built_with = getattr(self.context, name)
             if declared.setdefault(name, built_with) is None:
                 declared[name] = built_with
             if built_with not in (None, declared[name]):
@@ -127,10 +127,10 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         return privacy.epsilon(
             state,
             self.mechanism,
-            clients_per_round=self.deployment.clients_per_round,
+            clients_per_round=self.context.clients_per_round,
             delta=delta,
             accountant=accountant,
-            rounds=self.deployment.rounds,
+            rounds=self.context.rounds,
             **declared,
         )
 
@@ -269,7 +269,7 @@ def build_dp_fed_avg(
             server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0), weights_type
         ),
     )
-    return DPLearningProcess(composed, mechanism, factory.deployment)
+    return DPLearningProcess(composed, mechanism, factory.context)
 
 
 def _initial_weights(model_fn: ModelFn) -> tff.Computation:

@@ -109,14 +109,14 @@ class BoundFactory:
         central = mechanism.trust_model == TrustModel.CENTRAL
         if numbers.get("max_participations") is None and not central:
             numbers["max_participations"] = mechanism.max_participations
-        self.deployment = contribution.PrivacyContext(
+        self.context = contribution.PrivacyContext(
             clients_per_round=clients,
             sampling=sampling,
             rounds=min(lengths) if rounds is None and lengths else rounds,
             num_variables=1,
             **cast(Json, numbers),
         )
-        mechanism.bind(self.deployment)
+        mechanism.bind(self.context)
         if mechanism.overrides("event_at", "event_index"):
             raise ValueError(
                 "mechanism must not define event_at or event_index, because TFF's "
@@ -125,13 +125,13 @@ class BoundFactory:
         self._has_whole_cohorts = sampling not in (*charge_lib.OF_RANDOM_SIZE, None)
         needs_whole_size = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct_values(clients):
-            limit = self.deployment.num_clients or 2**63
+            limit = self.context.num_clients or 2**63
             charge_lib.check_size(size, limit, fractional=not needs_whole_size)
         self._factories = {
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
         }
-        event = mechanism.round_event(0, self.deployment)
+        event = mechanism.round_event(0, self.context)
         # A state of another process may begin in the middle of this plan.
         self._is_charged = mechanism.trust_model == TrustModel.CENTRAL and (
             not isinstance(event, dp_accounting.NonPrivateDpEvent)
@@ -193,28 +193,26 @@ class BoundFactory:
                 "value_type must have tensors of known shapes for a query, to compute "
                 f"its cost, got {value_type}."
             )
-        deployment = dataclasses.replace(
-            self.deployment, num_variables=len(tensors), shapes=shapes
+        context = dataclasses.replace(
+            self.context, num_variables=len(tensors), shapes=shapes
         )
-        max_cohort_size = deployment.num_clients
+        max_cohort_size = context.num_clients
         if (
             max_cohort_size is not None
-            and deployment.sampling in charge_lib.OF_RANDOM_SIZE
+            and context.sampling in charge_lib.OF_RANDOM_SIZE
         ):
             max_cohort_size = state.largest_poisson_cohort(
                 max_cohort_size, max(state.distinct_values(self._cohort_sizes))
             )
         # (With a schedule, the number of rounds is known.)
-        count = cast(int, deployment.rounds) if self._is_scheduled else 1
+        count = cast(int, context.rounds) if self._is_scheduled else 1
         is_plain = largest_rounding(self._factories["inner_factory"], 1) == 0
         enlarged = self._enlargement(max_cohort_size)
         lines = tuple(
-            state.history_line(
-                self.mechanism, deployment, index, not is_plain, enlarged
-            )
+            state.history_line(self.mechanism, context, index, not is_plain, enlarged)
             for index in range(count)
         )
-        query = self.mechanism.bind(deployment)
+        query = self.mechanism.bind(context)
         charged = tuple(
             state.charged_by(line, query, self.mechanism.noise_multiplier_at(index))
             for index, line in enumerate(lines)

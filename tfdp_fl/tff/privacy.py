@@ -97,7 +97,7 @@ def privacy_charges(
     # (Processes other than of models, such as k-means, have no trainable weights.)
     weights = getattr(state, "global_model_weights", None)
     trainable = getattr(weights, "trainable", None)
-    deployment = contribution.PrivacyContext(
+    context = contribution.PrivacyContext(
         clients_per_round=sampling_lib.expected_sizes(
             sampling, num_clients, clients_per_round
         ),
@@ -107,13 +107,13 @@ def privacy_charges(
         num_variables=None if trainable is None else len(tf.nest.flatten(trainable)),
         max_participations=max_participations,
     )
-    lines = _read_lines(accounted, mechanism, deployment)
+    lines = _read_lines(accounted, mechanism, context)
     if lines:
-        _check_last_round(lines, mechanism, deployment)
+        _check_last_round(lines, mechanism, context)
     draws_by_round, later_draws = accounted.history.cohorts()
-    _check_cohorts([*draws_by_round, later_draws], lines, deployment)
+    _check_cohorts([*draws_by_round, later_draws], lines, context)
     events = [
-        _event_of_round(index, line, answered, mechanism, deployment)
+        _event_of_round(index, line, answered, mechanism, context)
         for index, (line, answered) in enumerate(
             zip(lines, accounted.history[1], strict=True)
         )
@@ -138,14 +138,14 @@ def privacy_charges(
                 charges.append(participation.charge(event))
         if not draws:
             charges.append(participation.charge(event))
-        elif deployment.sampling == Sampling.SHUFFLED:
+        elif context.sampling == Sampling.SHUFFLED:
             line = {"clients_per_round": participation.clients_per_round}
-            _check_answered(index, accounted.history[1][index], line, deployment)
+            _check_answered(index, accounted.history[1][index], line, context)
     for draw in later_draws:
         participation = accounting.Participation.from_json(draw["participation"])
         if participation.charge_if_abandoned:
             charges.append(
-                participation.charge(mechanism.round_event(len(lines), deployment))
+                participation.charge(mechanism.round_event(len(lines), context))
             )
     return charges
 
@@ -170,27 +170,27 @@ def _full_participation(
 def _check_cohorts(
     draws_by_round: list[list[Json]],
     lines: list[Json],
-    deployment: contribution.PrivacyContext,
+    context: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if a cohort's sampling differs from the declared one."""
     for index, draw in (
         (i, draw) for i, draws in enumerate(draws_by_round) for draw in draws
     ):
         participation = accounting.Participation.from_json(draw["participation"])
-        size = deployment.cohort_size(index)
+        size = context.cohort_size(index)
         if index < len(lines):
             size = lines[index]["clients_per_round"]
         same_size = math.isclose(participation.clients_per_round, size, rel_tol=1e-5)
-        if deployment.sampling == Sampling.SHUFFLED:  # The end of a pass is smaller.
+        if context.sampling == Sampling.SHUFFLED:  # The end of a pass is smaller.
             same_size = participation.clients_per_round <= size
         if not same_size or (participation.sampling, participation.num_clients) != (
-            deployment.sampling,
-            deployment.num_clients,
+            context.sampling,
+            context.num_clients,
         ):
             raise ValueError(
                 "sampling, num_clients and clients_per_round must be those of the "
-                f"cohorts that the state was given, got {deployment.sampling!r}, "
-                f"{deployment.num_clients} and {size:g} for one of {participation!r} "
+                f"cohorts that the state was given, got {context.sampling!r}, "
+                f"{context.num_clients} and {size:g} for one of {participation!r} "
                 f"in round {index + 1}."
             )
 
@@ -269,8 +269,8 @@ def epsilon(
     Raises:
       TypeError: `mechanism` is not a mechanism.
       ValueError: The state has another mechanism, sampling, N or m, or
-        it may include releases other than the mechanism's; or so many clients answered
-        that some of them took part in more rounds than `max_participations`.
+        it may include releases other than the mechanism's; or more clients answered,
+        in total, than `max_participations` rounds of each allow.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     _validate.positive_integer(num_clients=num_clients)
@@ -286,14 +286,14 @@ def epsilon(
     if mechanism.trust_model == TrustModel.LOCAL:
         accounted = state_lib.accounted_state(state)
         sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
-        deployment = contribution.PrivacyContext(
+        context = contribution.PrivacyContext(
             **{**declared, "clients_per_round": sizes},
             rounds=rounds,
             max_participations=max_participations,
         )
-        lines = _read_lines(accounted, mechanism, deployment)
+        lines = _read_lines(accounted, mechanism, context)
         sizes = [line["clients_per_round"] for line in lines]
-        mu_squared = _mu_squared_of_cohorts(accounted, lines, mechanism, deployment)
+        mu_squared = _mu_squared_of_cohorts(accounted, lines, mechanism, context)
         participations = min(len(mu_squared), max_participations or len(mu_squared))
         answered = _answers(accounted.history)
         _check_participations(answered, participations, num_clients)
@@ -364,22 +364,21 @@ def _mu_squared_of_cohorts(
     accounted: state_lib.AggregatorState,
     lines: list[Json],
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.PrivacyContext,
+    context: contribution.PrivacyContext,
 ) -> list[float]:
-    """Returns what each cohort's clients spent on what they sent, the most first.
+    """Returns each cohort's local cost (mu^2 per client), the largest first.
 
-    Their noise protects what they sent in an abandoned round, too, and is spent. Which
-    process they sent it to is not recorded, so it costs what the dearest one does.
+    What clients sent in an abandoned round is charged, too. Which process they sent it
+    to is not recorded, so it costs as much as the most expensive one.
     """
     draws_by_round, later_draws = accounted.history.cohorts()
-    _check_cohorts([*draws_by_round, later_draws], lines, deployment)
+    _check_cohorts([*draws_by_round, later_draws], lines, context)
     spent = [line["mu_squared"] for line in lines]
     if abandoned := accounted.history.abandoned():
-        # A process calibrates its noise to the mechanism's limit, or to one of its own.
-        limits = {mechanism.max_participations, deployment.max_participations}
+        # A process calibrates its noise to the mechanism's limit or to its own.
+        limits = {mechanism.max_participations, context.max_participations}
         possible = (
-            dataclasses.replace(deployment, max_participations=limit)
-            for limit in limits
+            dataclasses.replace(context, max_participations=limit) for limit in limits
         )
         dearest = max(*map(float, map(mechanism.mu_squared, possible)), *spent, 0.0)
         spent += [dearest] * len(abandoned)
@@ -396,7 +395,7 @@ def _compose_plan(
 ) -> accounting.PrivacyAccountant | None:
     """Returns the cost with `num_ahead` more rounds like the last; None without any.
 
-    It is also None if they might not cost what the last one did.
+    It is also None if their cost may differ from the last round's.
     """
     draws_by_round, _ = accounted.history.cohorts()
     if not draws_by_round or num_ahead <= 0:
@@ -404,6 +403,7 @@ def _compose_plan(
     noise_multiplier = charges[-1].noise_multiplier
     sampling, sizes = declared["sampling"], declared["clients_per_round"]
     is_constant = all(map(schedules.is_constant, (mechanism.noise_multiplier, sizes)))
+    is_constant &= not mechanism.overrides("round_event")
     if noise_multiplier is None or not is_constant or mechanism.min_separation:
         return None
     population, size = declared["num_clients"], schedules.value_at(sizes, 0, "m")
@@ -429,8 +429,8 @@ def _last_participation(
 def _answers(history: state_lib.RoundHistory) -> list[float]:
     """Returns how many clients sent something in each cohort, at least.
 
-    A cohort that was abandoned sent what it had; one of a random size, whose size
-    nobody recorded, may have been empty.
+    An abandoned cohort's clients may all have sent something; a cohort of random size,
+    which is not recorded, may have been empty.
     """
     drawn = [draw["participation"] for draw in history.abandoned()]
     return [float(size) for size in np.asarray(history.answered)] + [
@@ -470,12 +470,12 @@ def _check_participations(
 def _read_lines(
     accounted: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.PrivacyContext,
+    context: contribution.PrivacyContext,
 ) -> list[Json]:
     """Returns the recorded rounds; raises ValueError if they do not match."""
-    # The process may not have known the sampling. If it refused cohorts of other sizes
-    # than m, say, those of a Poisson sampler that are left are no Poisson cohorts.
-    mechanism.check(deployment)
+    # The process may not have known the sampling. If, say, it accepted only cohorts of
+    # size m, the accepted cohorts of a Poisson sampler are not Poisson cohorts.
+    mechanism.check(context)
     recorded, answered = map(np.asarray, accounted.history[:2])
     num_rounds = int(accounted.rounds)
     num_ended = len(accounted.history.attempted) or num_rounds
@@ -488,23 +488,23 @@ def _read_lines(
     kind = state_lib.history_kind(mechanism)
     for index, line in enumerate(lines):
         # A process that does not know the sampling records none.
-        if line["sampling"] not in (None, deployment.sampling) or any(
+        if line["sampling"] not in (None, context.sampling) or any(
             line[name] != value for name, value in kind.items()
         ):
             raise ValueError(
                 "state must come from processes of this mechanism and sampling, "
-                f"{mechanism.name} and {deployment.sampling!r}, got one whose "
+                f"{mechanism.name} and {context.sampling!r}, got one whose "
                 f"round {index + 1} of {num_rounds} was run by a process of another "
                 "kind, whose guarantee cannot be computed here."
             )
-        if line["num_clients"] not in (None, deployment.num_clients):
+        if line["num_clients"] not in (None, context.num_clients):
             raise ValueError(
                 f"num_clients must be the {line['num_clients']} that "
                 f"round {index + 1} of the state was run with, got "
-                f"{deployment.num_clients!r}."
+                f"{context.num_clients!r}."
             )
         if mechanism.trust_model == TrustModel.CENTRAL:
-            _check_answered(index, answered[index], line, deployment)
+            _check_answered(index, answered[index], line, context)
     return lines
 
 
@@ -513,7 +513,7 @@ def _event_of_round(
     line: Json,
     answered: float,
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.PrivacyContext,
+    context: contribution.PrivacyContext,
 ) -> dp_accounting.DpEvent:
     """Returns the event of a round; for local noise, the central event.
 
@@ -526,10 +526,10 @@ def _event_of_round(
             return recorded
         z = charge_lib.noise_multiplier_of(recorded)
         return dp_accounting.GaussianDpEvent((z or 0.0) / factor)
-    event = mechanism.round_event(index, deployment)
+    event = mechanism.round_event(index, context)
     if isinstance(event, dp_accounting.GaussianDpEvent) and not (
         answered == line["clients_per_round"]
-        and math.isclose(mechanism.mu_squared(deployment), line["mu_squared"])
+        and math.isclose(mechanism.mu_squared(context), line["mu_squared"])
         and not line.get("sum_changed")
     ):
         return dp_accounting.NonPrivateDpEvent()
@@ -537,16 +537,16 @@ def _event_of_round(
 
 
 def _check_answered(
-    index: int, answered: float, line: Json, deployment: contribution.PrivacyContext
+    index: int, answered: float, line: Json, context: contribution.PrivacyContext
 ) -> None:
     """Raises ValueError if more clients answered than the sampling draws."""
-    population = cast(int, deployment.num_clients)
+    population = cast(int, context.num_clients)
     largest = planned = line["clients_per_round"]
-    if deployment.sampling in charge_lib.OF_RANDOM_SIZE:
+    if context.sampling in charge_lib.OF_RANDOM_SIZE:
         largest = state_lib.largest_poisson_cohort(population, min(planned, population))
     if answered > largest:
         raise ValueError(
-            f"sampling={deployment.sampling!r} gives cohorts of at most {largest:g} "
+            f"sampling={context.sampling!r} gives cohorts of at most {largest:g} "
             f"of {population} clients where {planned:g} are expected (or are left of a "
             f"pass), got a state in which {answered:g} answered in round {index + 1}."
         )
@@ -555,11 +555,11 @@ def _check_answered(
 def _check_last_round(
     lines: list[Json],
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.PrivacyContext,
+    context: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if the last round does not match the declaration."""
     index, size = len(lines) - 1, lines[-1]["clients_per_round"]
-    declared_size = deployment.cohort_size(index)
+    declared_size = context.cohort_size(index)
     if not math.isclose(declared_size, size, rel_tol=1e-5):
         raise ValueError(
             f"clients_per_round must be as in the state, {size} in its last round, "
@@ -568,7 +568,7 @@ def _check_last_round(
     if "event" not in lines[-1]:
         return
     recorded = charge_lib.event_from_json(lines[-1]["event"])
-    declared = charge_lib.normalise(mechanism.round_event(index, deployment))
+    declared = charge_lib.normalise(mechanism.round_event(index, context))
     z, declared_z = map(charge_lib.noise_multiplier_of, (recorded, declared))
     if recorded != declared and (
         z is None or declared_z is None or not math.isclose(z, declared_z, rel_tol=1e-5)

@@ -96,7 +96,7 @@ def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
 
 def history_line(
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.PrivacyContext,
+    context: contribution.PrivacyContext,
     round_index: int,
     sum_changed: bool = False,
     enlarged: float = 1.0,
@@ -111,15 +111,15 @@ def history_line(
     """
     line = {
         **history_kind(mechanism),
-        "sampling": deployment.sampling,
-        "num_clients": deployment.num_clients,
-        "clients_per_round": deployment.cohort_size(round_index),
+        "sampling": context.sampling,
+        "num_clients": context.num_clients,
+        "clients_per_round": context.cohort_size(round_index),
     }
     if mechanism.trust_model == TrustModel.LOCAL:
-        line["mu_squared"] = float(mechanism.mu_squared(deployment))
+        line["mu_squared"] = float(mechanism.mu_squared(context))
         line["sum_changed"] = sum_changed
     else:
-        event = charge.normalise(mechanism.round_event(round_index, deployment))
+        event = charge.normalise(mechanism.round_event(round_index, context))
         line["event"], line["enlarged"] = charge.event_to_json(event), enlarged
     return _files.to_canonical_json(line)
 
