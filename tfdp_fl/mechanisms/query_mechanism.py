@@ -297,7 +297,9 @@ class QueryMechanism(mechanism.Mechanism):
     own_caveats: ClassVar[Mapping[str, str]] = {
         "custom_query_event": (
             "The mechanism is a query given by the user together with its "
-            "cost; that the cost is right was not checked here."
+            "cost; that the cost is right was not checked here. The query gets the "
+            "sum of K clients rounded to float32: one client may move it by its clip "
+            "times 1 + K / 2^23, and epsilon counts only the clip."
         ),
     }
 
