@@ -147,7 +147,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "flower": (
         "Flower: message API",
-        "tfdp_fl.flower: PrivateStrategy private_mod ReleasedRound "
+        "tfdp_fl.flower: PrivateStrategy private_mod ChargedRound "
         "RoundNotConfiguredError",
     ),
     "flower_older": (

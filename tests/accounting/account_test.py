@@ -233,14 +233,14 @@ def test_a_charge_within_a_charge_is_refused_and_nothing_waits():
     paid = account.charge(_charge(), ask=again)
     assert (account.rounds, refused) == (1, [paid])
     paid.use()
-    with pytest.raises(accounting.ChargeError, match="used before"):
+    with pytest.raises(accounting.ChargeError, match="already been used"):
         paid.use()
     # Its copies are the same receipt.
     paid = account.charge(_charge())
     copies = [copy.copy(paid), dataclasses.replace(paid)]
     copies[0].use()
     for each in (paid, *copies):
-        with pytest.raises(accounting.ChargeError, match="used before"):
+        with pytest.raises(accounting.ChargeError, match="already been used"):
             each.use()
     for cannot in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError):

@@ -88,7 +88,7 @@ def test_a_ledger_that_another_run_began_is_neither_taken_nor_removed(path):
 
     with (
         mock.patch.object(ledger_lib.fcntl, "flock", late),
-        pytest.raises(accounting.LedgerInUseError, match="of its own"),
+        pytest.raises(accounting.LedgerInUseError, match="its own ledger"),
     ):
         PrivacyLedger(path, "create")
     assert len(read(path).entries) == 1
@@ -457,7 +457,7 @@ def test_a_fork_cannot_write_and_does_not_unlock(path, open_ledger):
 
 def test_two_runs_on_one_ledger(path, open_ledger):
     before = path.read_bytes()
-    with pytest.raises(accounting.LedgerInUseError, match="another run"):
+    with pytest.raises(accounting.LedgerInUseError, match="Another run"):
         _append(path)
     assert path.read_bytes() == before
     read(path)  # Reading needs no lock.

@@ -175,8 +175,8 @@ def test_errors_name_the_argument():
 @pytest.mark.parametrize(
     "sampling, given, stated, words",
     [
-        ("poisson", 14.24, 14.24, "must stay secret"),
-        ("fixed_size", 14.24, 14.24, "must stay secret"),
+        ("poisson", 14.24, 14.24, "stays secret"),
+        ("fixed_size", 14.24, 14.24, "stays secret"),
         ("poisson", None, None, "No figure"),
         ("poisson", math.inf, None, "no finite epsilon"),
         # Without amplification the figure is the same.

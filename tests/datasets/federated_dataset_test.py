@@ -201,7 +201,7 @@ _REFUSED = [
     (_of_rows, [[[0]], ["a", "b"]], "client_ids must have one id"),
     (_of_slices, [_TWO], "Client 'a': dataset must be a "),
     (_of_slices, [tf.data.Dataset.range(3)], r"'a': .* \(x, y\)"),
-    (_of_slices, [_slices(_examples(4)).repeat()], "'a': .*must end"),
+    (_of_slices, [_slices(_examples(4)).repeat()], "'a': .*must be finite"),
     (_of_slices, [(_SPARSE, _Y)], "Client 'a': element_spec must be"),
     (FederatedDataset.from_client_data, [_client_data()], "a client.s dataset must be"),
     (FederatedDataset.from_client_data, [{}], "client_data must be a tff"),

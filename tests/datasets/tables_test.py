@@ -77,7 +77,7 @@ _OF_TOWNS = {"vocabulary": _VOCABULARY}
     [
         ([1], {}, "pandas.DataFrame, got list"),
         (_frame().age, {}, "pandas.DataFrame, got Series"),
-        (_frame(who=2.0**53), {}, "client_ids must tell clients apart"),
+        (_frame(who=2.0**53), {}, "client_ids must distinguish clients"),
         (_frame(), {"client": ["who"]}, "client must.*'who'"),
         (_frame(), {"client": "whom"}, "client.*'whom'"),
         (_frame(), {"features": ["x"]}, "features.*'x'"),

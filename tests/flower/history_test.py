@@ -110,7 +110,7 @@ def test_epsilon_is_that_of_the_rounds_released():
     known = accounting.epsilon(1.0, "fixed_size", 3, 3, 5, _DELTA)
     assert report["epsilon"] == pytest.approx(_central(5))
     assert report["epsilon_if_cohorts_are_known"] == pytest.approx(known)
-    for words in ("must stay secret", "names of clients were the ids of nodes"):
+    for words in ("Keep that secret", "names of clients were the ids of nodes"):
         assert words in " ".join(report["caveats"])
     # A private median: both of its releases.
     both = {"noise_multiplier": 2.0, "median_noise_multiplier": 2.0}

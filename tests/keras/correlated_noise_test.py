@@ -168,7 +168,7 @@ def test_a_refused_fit_does_not_pass_on_the_noise_of_other_variables(strategy):
         assert _memory(fed)[0] == 1
         charged.append(_squares(fed)[0])
     assert sum(charged) == _spent(fed)
-    with pytest.raises(ValueError, match="memory must be that of variables with"):
+    with pytest.raises(ValueError, match="memory must have buffers for variables"):
         fed.mechanism.add_noise(
             [tf.zeros([1, 4])], tf.constant(1.0), fed.run.mechanism_state.memory
         )

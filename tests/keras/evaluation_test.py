@@ -363,7 +363,7 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
         one = private.release({}, np.random.default_rng(1), paid)
     assert one == private.release(values, np.random.default_rng(1), paid)
     # What was not paid for, or is used up, releases nothing.
-    with pytest.raises(accounting.ChargeError, match="a charge of its own"):
+    with pytest.raises(accounting.ChargeError, match="needs its own charge"):
         private.release(values, generator, paid)
 
 

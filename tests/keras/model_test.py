@@ -593,7 +593,7 @@ def test_an_interrupted_cohort_of_a_fixed_size_needs_the_same_clients(named, cha
     fed = toy.federated(clients_per_round=5, sampling="fixed_size")
     _interrupt(fed, data=first)
     cohort = fed.run.sampler.unsettled
-    with pytest.raises(ValueError, match="was interrupted, whose cohort"):
+    with pytest.raises(ValueError, match="was interrupted, and its fixed-size cohort"):
         toy.fit(fed, 1, data=other)
     assert fed.run.sampler.unsettled is cohort and not fed.rounds
     toy.fit(fed, 1, data=first)

@@ -58,7 +58,7 @@ def test_everybody_takes_part_once_a_pass_and_each_pass_is_charged_whole(drawn):
     known = facts["epsilon_if_participation_is_known"]
     exact = accounting.gaussian_epsilon(1 / np.sqrt(2), _DELTA)
     assert known == pytest.approx(exact) and known > facts["epsilon"]
-    assert "must stay secret" in facts["secrecy"]
+    assert "stays secret" in facts["secrecy"]
     assert "counts one round of each pass" in facts["secrecy"]
     assert {"allocation_charged_whole", "population_stated"} <= facts["caveats"].keys()
     # A mean is divided by the expected size, N / t, of m that does not divide N.

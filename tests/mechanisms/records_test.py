@@ -140,7 +140,7 @@ def test_a_record_with_other_shapes_than_the_update_is_refused_before_it_is_adde
     # Clipped as one number and broadcast in the sum, it would have had 8 S.
     query = _Shrinks().bind(PrivacyContext(clients_per_round=2, shapes=((8, 8),)))
     state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
-    with pytest.raises(ValueError, match="each variable, of its shape, got"):
+    with pytest.raises(ValueError, match="with the variable's shape, got"):
         algorithm.make_record(
             query, query.derive_sample_params(state), [tf.ones([8, 8])]
         )
@@ -276,9 +276,7 @@ def test_nothing_is_broadcast_into_a_sum():
         records.add(total, Contribution(update=[tf.ones([4, 1])], sums={}, **fields))
     # As a hook may hand it in, on every way to train.
     for options in ({}, {"collect_records": True}, {"at_once": 3}):
-        with pytest.raises(
-            ValueError, match=r"upload_hook.*one tensor for each variable"
-        ):
+        with pytest.raises(ValueError, match=r"upload_hook.*one tensor per variable"):
             engine = cohorts.make_engine(
                 cohorts.mlp(),
                 cohorts.dataset(),

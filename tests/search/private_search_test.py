@@ -187,7 +187,7 @@ def test_two_searches_compose_and_an_interrupted_one_is_paid_for():
         "Koskela, Redberg & Wang",
         "geometric with mean 3",
         "running time of a search is not hidden",
-        "Who took part in which round must stay secret",
+        "who took part in which round stays secret",
     ):
         assert said in text
     assert facts["epsilon_if_participation_is_known"] > 4.0

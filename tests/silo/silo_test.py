@@ -655,7 +655,9 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
         said = [str(c.message) for c in caught if "was interrupted" in str(c.message)]
         assert bool(said) == bool(lost)
         text = " ".join(another.privacy_statement().split())
-        assert (f"for interrupted messages: {lost}. Nobody" in text) == bool(lost)
+        assert (f"for interrupted messages: {lost}. Their answers" in text) == bool(
+            lost
+        )
         assert hospital.charged(other) == killed + 2
     assert any(answers)
     assert not all(answers)
@@ -741,10 +743,10 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
         "the promise for all that this silo has sent so far is epsilon = "
         f"{accounting.format_up(epsilon)} at delta = 0.001",
         "If they stop because of what it sent, the promise is its target, epsilon = 4 "
-        "at delta = 0.001, more than which it will never spend",
+        "at delta = 0.001, which it never exceeds",
         f"another silo that has spent as much has epsilon = {double} at delta = 0.002",
-        "Nobody is protected against this silo's own staff",
-        "by the sum of their epsilons",
+        "There is no protection against this silo's own staff",
+        "has only the sum of the silos' epsilons",
     ):
         assert said in text, said
     assert "asked for an evaluation" not in text
