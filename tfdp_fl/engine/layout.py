@@ -376,14 +376,15 @@ class Layout:
                 fine,
             )
         ]
-        alone = select(clients, np.flatnonzero(step_counts == 0))
         groups: list[list[Part]] = [[] for _ in range(num_groups)]
         loads = [0.0] * num_groups
         for cost, part in sorted(work, key=lambda item: -item[0]):
             least = 0 if is_large else int(np.argmin(loads))
             groups[least].append(part)
             loads[least] += cost
-        if alone.num_clients or not work:
+        places = np.flatnonzero(step_counts == 0)
+        if len(places) or not work:
+            alone = select(clients, places)
             most = self._most_collected or self._most_in_steps(fine)
             shares = split(alone, num_groups, most, loads)
             for group, tables in zip(groups, shares, strict=True):
