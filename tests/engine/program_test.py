@@ -1,9 +1,12 @@
 """One pure program for all threads: nothing passes by it, from nobody to nobody."""
 
+import collections
 import concurrent.futures
 import functools
+import gc
 import itertools
 import os
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -13,6 +16,7 @@ import tensorflow as tf
 from tests.engine import cohorts
 from tests.keras import toy
 from tfdp_fl import mechanisms
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import allowed_operations, program
 from tfdp_fl.mechanisms import clipping
 
@@ -261,3 +265,21 @@ def test_a_layer_that_writes_a_python_attribute():
     clients[0] = np.full_like(x, 1e30), y
     changed = _rows(clients, "two threads", model)
     np.testing.assert_array_equal(both[1][0], changed[1][0])
+
+
+def test_leaves_are_packed_as_tensorflow_packs_them_and_let_go():
+    ordered = collections.OrderedDict(b=0, a=(0, 0))
+    structure = {"z": [0, ()], "a": mechanisms.RoundState(0, 0, 0, ordered), "k": ()}
+    flat = [np.full(2, number) for number in range(len(tf.nest.flatten(structure)))]
+    packed = nests.pack(structure, flat)
+    tf.nest.assert_same_structure(packed, structure, check_types=True)
+    assert list(packed) == list(structure)
+    assert all(map(lambda a, b: a is b, tf.nest.flatten(packed), flat))
+    # Results of a large model stayed until the next garbage collection.
+    last = weakref.ref(flat[-1])
+    gc.disable()
+    try:
+        del flat, packed
+        assert last() is None
+    finally:
+        gc.enable()

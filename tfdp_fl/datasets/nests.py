@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -199,23 +199,23 @@ def copy_array(array: np.ndarray) -> np.ndarray:
 
 def pack(structure: Nest, leaves: Iterable[Nest]) -> Nest:
     """Arranges leaves as `tf.nest.pack_sequence_as` does, in a tenth of its time."""
-    leaves = iter(leaves)
+    return _pack_from(structure, iter(leaves))
 
-    def arrange(nest: Nest) -> Nest:
-        kind = type(nest)
-        if kind is dict:
-            arranged = {key: arrange(nest[key]) for key in sorted(nest)}
-            return {key: arranged[key] for key in nest}
-        if kind is list or kind is tuple:
-            return kind(map(arrange, nest))
-        if isinstance(nest, tuple) and hasattr(nest, "_make"):
-            return nest._make(map(arrange, nest))
-        if tf.nest.is_nested(nest):  # Of a kind that only TensorFlow knows.
-            count = len(tf.nest.flatten(nest))
-            return tf.nest.pack_sequence_as(nest, list(itertools.islice(leaves, count)))
-        return next(leaves)
 
-    return arrange(structure)
+# (A function that calls itself from within another would keep the leaves in memory.)
+def _pack_from(nest: Nest, leaves: Iterator[Nest]) -> Nest:
+    kind = type(nest)
+    if kind is dict:
+        arranged = {key: _pack_from(nest[key], leaves) for key in sorted(nest)}
+        return {key: arranged[key] for key in nest}
+    if kind is list or kind is tuple:
+        return kind(_pack_from(part, leaves) for part in nest)
+    if isinstance(nest, tuple) and hasattr(nest, "_make"):
+        return nest._make(_pack_from(part, leaves) for part in nest)
+    if tf.nest.is_nested(nest):  # Of a kind that only TensorFlow knows.
+        count = len(tf.nest.flatten(nest))
+        return tf.nest.pack_sequence_as(nest, list(itertools.islice(leaves, count)))
+    return next(leaves)
 
 
 def map_leaves(fn: Callable[[Nest], Nest], nest: Nest) -> Nest:
