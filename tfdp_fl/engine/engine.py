@@ -542,6 +542,7 @@ class CohortEngine:
                     raised.append(part)
                 else:  # An error in here ends the round: some may be in the sum.
                     pending.add(part.members, trained, thread)
+                    del trained  # The next part needs its memory.
 
         others = [self._pool.submit(run, thread) for thread in range(1, len(groups))]
         try:
@@ -690,6 +691,7 @@ class CohortEngine:
                 pending.failures.append(ClientFailure(position, error, operation))
             else:
                 pending.add(alone.members, trained)
+                del trained
 
     def complete(self, pending: cohort.PendingRound) -> None:
         """Ends the collection once every chunk has been added.
