@@ -1,5 +1,6 @@
 """A signal waits for the end of a block; a second one does not."""
 
+import contextlib
 import os
 import signal
 from unittest import mock
@@ -30,6 +31,20 @@ def _default_again():
 
 def _send(number=signal.SIGINT):
     os.kill(os.getpid(), number)
+
+
+@_both
+def test_repeated_ones_wait_as_well_where_nothing_may_be_left_half_done(number):
+    done = []
+    for outer in (contextlib.nullcontext(), _signals.defer_signals()):
+        with pytest.raises(KeyboardInterrupt), outer:
+            with _signals.defer_signals(repeated=True):
+                for _ in range(3):
+                    _send(number)
+                done.append("to the end")
+            done.append("and not on")
+        assert _default_again()
+    assert done == ["to the end"] * 2
 
 
 @_both

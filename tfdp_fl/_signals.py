@@ -16,7 +16,7 @@ _SIGNALS = [each for each in signal.Signals if each.name.removeprefix("SIG") in 
 
 
 @contextlib.contextmanager
-def defer_signals(most: float = 1) -> Iterator[None]:
+def defer_signals(*, repeated: bool = False) -> Iterator[None]:
     """Lets signals that Python handles wait for the end.
 
     So nothing takes what a handler raises for an error of the block's own. A second
@@ -25,7 +25,7 @@ def defer_signals(most: float = 1) -> Iterator[None]:
     nothing changes.
 
     Args:
-      most: How many signals wait; `math.inf` for a block that takes no time.
+      repeated: Whether further signals wait, too; for a block that takes no time.
     """
     handlers = _handlers()
     deferred: list[tuple[int, Any]] = []
@@ -33,7 +33,7 @@ def defer_signals(most: float = 1) -> Iterator[None]:
 
     def defer(number: int, frame: Any) -> None:
         deferred.append((number, frame))
-        if is_over or len(deferred) > most:
+        if is_over or (len(deferred) > 1 and not repeated):
             handlers[number](number, frame)
 
     try:
@@ -41,11 +41,11 @@ def defer_signals(most: float = 1) -> Iterator[None]:
             signal.signal(number, defer)
         yield
     except BaseException:
-        if len(deferred) > most:
-            deferred.clear()  # The last one was heard, and may be this.
+        if len(deferred) > 1 and not repeated:
+            deferred.clear()  # The second one was heard, and may be this.
         raise
     finally:
-        pending = deferred[:1] if most == 1 else deferred[:]
+        pending = deferred[:] if repeated else deferred[:1]
         # A signal from here on, with some handlers not yet in their place, is
         # heard at once by whichever it finds.
         is_over = True

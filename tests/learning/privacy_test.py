@@ -214,6 +214,19 @@ def test_a_plan_costs_no_less_than_its_rounds_will(name, sampler):
             assert planned(DELTA) == pytest.approx(whole)
 
 
+class _LessAndLess(mechanisms.FixedClipping):
+    def round_event(self, round_index, context):
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier / (1 + round_index))
+
+
+def test_a_plan_of_rounds_with_a_cost_of_their_own_is_not_known():
+    mechanism = _LessAndLess(clip_norm=1.0, noise_multiplier=4.0)
+    state = state_after(mechanism, 2)
+    assert spent(state, mechanism, rounds=10).facts.epsilon_of_planned_rounds is None
+    built_in = spent(state_after(fixed(4.0), 2), fixed(4.0), rounds=10)
+    assert built_in.facts.epsilon_of_planned_rounds(DELTA) > built_in
+
+
 def test_a_plan_of_clients_that_come_when_they_like():
     state = state_after(fixed(4.0), 3, sampler=None)
     options = {"sampling": "min_separation", "rounds": 10}

@@ -115,5 +115,5 @@ def test_a_strategy_of_a_subclass_is_refused():
     own = dataclasses.dataclass(frozen=True)(
         type("Own", (matrix_factorization.BandedToeplitz,), {})
     )
-    with pytest.raises(TypeError, match="strategy must be a BandedToeplitz itself"):
+    with pytest.raises(ValueError, match="strategy must be a BandedToeplitz or a BLT"):
         _mechanism(own())

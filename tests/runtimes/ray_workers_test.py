@@ -415,6 +415,38 @@ def test_the_shard_of_a_lost_worker_is_repeated_and_the_model_is_the_same(worker
     assert whole.epsilon(1e-3) == mended.epsilon(1e-3)
 
 
+def test_a_worker_that_was_lost_between_two_trainings_is_replaced(workers):
+    victim = _pid(workers)
+    os.kill(victim, signal.SIGKILL)
+    alone = _ONE_BY_ONE.federated()
+    _ONE_BY_ONE.train(alone, runtime=workers)
+    assert _pid(workers) != victim
+    toy.assert_same(alone, _trained(workers, kill=False))
+
+
+def test_clients_whose_part_fails_keep_the_widths_of_the_workers(workers, monkeypatch):
+    # The widths tried here were taken, of which there may be none.
+    tried, shard = engine.CohortEngine.fits, ray_workers.ShardedCohorts._shard
+
+    def only_there(self, *where, trials=None):
+        return trials is not None and tried(self, *where, trials=trials)
+
+    def too_large(self, chunk, part):
+        if len(part.members) > 1:
+            raise tf.errors.ResourceExhaustedError(None, None, "no memory")
+        return shard(self, chunk, part)
+
+    found = []
+    for fail in (shard, too_large):
+        monkeypatch.setattr(ray_workers.ShardedCohorts, "_shard", fail)
+        monkeypatch.setattr(engine.CohortEngine, "fits", only_there)
+        found.append(_SIDE_BY_SIDE.federated())
+        history = _SIDE_BY_SIDE.train(found[-1], runtime=workers)
+        assert sum(history.history["failed_clients"]) == 0
+        assert found[-1].engine.has_trained_side_by_side
+    toy.assert_same(*found)
+
+
 def test_a_program_that_no_worker_can_take_over_ends_the_round(workers):
     # A program that no other test has.
     stack = _layers.Dense(3), _layers.Dense(3)

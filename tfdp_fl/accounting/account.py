@@ -687,7 +687,7 @@ class PrivacyAccount:
                 )
         finally:
             # A user who asks twice cannot wait for a ledger's disk, but for this.
-            with _signals.defer_signals(most=math.inf):
+            with _signals.defer_signals(repeated=True):
                 written = {
                     name: attached.ledger.head
                     for name, attached in ledgers.items()

@@ -198,7 +198,7 @@ def copy_array(array: np.ndarray) -> np.ndarray:
 
 
 def pack(structure: Nest, leaves: Iterable[Nest]) -> Nest:
-    """Arranges leaves as `tf.nest.pack_sequence_as` does, in a tenth of its time."""
+    """Arranges leaves as `tf.nest.pack_sequence_as` does, in less time."""
     return _pack_from(structure, iter(leaves))
 
 

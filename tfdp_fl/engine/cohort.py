@@ -154,7 +154,7 @@ class Trained(NamedTuple):
         if isinstance(self.step, tuple):
             return self.total
         step = self.step.numpy()
-        update = [_from_steps(part, self.step, step) for part in _update(self.total)]
+        update = [_from_steps(part, step) for part in _update(self.total)]
         return _with_update(self.total, update)
 
 
@@ -171,15 +171,12 @@ def _with_update(total: CohortSum, update: list[nests.Nest]) -> CohortSum:
 _MANY_WEIGHTS = 2**20
 
 
-def _from_steps(
-    part: np.ndarray | tf.Tensor, step: tf.Tensor, value: np.floating
-) -> tf.Tensor:
-    """Returns whole steps in float64; `value` is the step's."""
+def _from_steps(part: np.ndarray | tf.Tensor, step: np.floating) -> tf.Tensor:
     numbers = _array(part)
     if numbers.size >= _MANY_WEIGHTS:
-        return _from_steps_in_place(part, step)
+        return _from_steps_in_place(part, tf.constant(step))
     # As `records.from_steps`.
-    return tf.convert_to_tensor(np.multiply(numbers, value, dtype=np.float64))
+    return tf.convert_to_tensor(np.multiply(numbers, step, dtype=np.float64))
 
 
 @tf.function(autograph=False, reduce_retracing=True)
@@ -386,7 +383,7 @@ class PendingRound:
           thread: The thread that trained the clients.
 
         Raises:
-          RuntimeError: One of the clients was added before, or an error came meanwhile.
+          RuntimeError: One of the clients was added before, or adding it has failed.
         """
         if self._is_added[members].any():
             raise RuntimeError("A client would be added to a round's sum twice.")

@@ -43,7 +43,7 @@ def numpy_memory_errors_as_tensorflows() -> Iterator[None]:
 
 
 def as_tensor(value: tf.Tensor | np.ndarray | float) -> tf.Tensor:
-    """Returns a tensor as it is, which TensorFlow takes long over; converts others."""
+    """Returns a tensor unchanged, faster than TensorFlow does; converts the rest."""
     return value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
 
 
@@ -120,7 +120,7 @@ class Program:
                     lambda *tensors: frozen(*tensors), autograph=False, jit_compile=True
                 ).get_concrete_function(*self.specs)
                 return
-            # The operation itself: a call through `frozen` takes a millisecond more.
+            # The operation itself: a call through `frozen` takes longer.
             frozen.add_to_graph()
             outputs = [output.dtype for output in frozen.outputs]
             self._run = lambda *tensors: tf.raw_ops.StatefulPartitionedCall(

@@ -145,29 +145,32 @@ class ShardedCohorts:
                     "runtime must be None for a model with a lookup table, which is "
                     "in this process: look words up before training, in the dataset."
                 )
-            train = functools.partial(self._train_parts, pending, chunk, traced)
-
-            def train_one(
-                part: layout.Part,
-                train: Callable[[list[layout.Part]], list[cohort.Trained | None]],
-            ) -> cohort.Trained:
-                (trained,) = train([part])
-                if trained is None:
-                    raise tf.errors.InvalidArgumentError(
-                        None, None, "A worker's training raised an error on its data."
-                    )
-                return trained
-
-            for part, trained in zip(parts, train(parts), strict=True):
+            own = pending, chunk, traced
+            for part, trained in zip(
+                parts, self._train_parts(*own, parts), strict=True
+            ):
                 if trained is not None:
                     pending.add(part.members, trained)
                     continue
+                train_one = functools.partial(self._train_one, *own)
                 self._engine.train_part_one_by_one(
-                    pending,
-                    part,
-                    self._layout,
-                    functools.partial(train_one, train=train),
+                    pending, part, self._layout, train_one
                 )
+
+    def _train_one(
+        self,
+        pending: engine.PendingRound,
+        chunk: layout.Chunk,
+        traced: program.Program,
+        part: layout.Part,
+    ) -> cohort.Trained:
+        """Trains a part; raises one of `program.CLIENT_ERRORS` if its data does."""
+        (trained,) = self._train_parts(pending, chunk, traced, [part])
+        if trained is None:
+            raise tf.errors.InvalidArgumentError(
+                None, None, "A worker's training raised an error on its data."
+            )
+        return trained
 
     def _train_parts(
         self,

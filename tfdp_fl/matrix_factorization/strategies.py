@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 from scipy import signal
@@ -343,9 +343,8 @@ def check_strategy(**given: Strategy | str) -> Strategy:
     as in "blt:2".
     """
     ((name, value),) = given.items()
-    if isinstance(value, Strategy):
-        kind = BandedToeplitz if isinstance(value, BandedToeplitz) else BLT
-        return _validate.exactly(kind, **given)
+    if type(value) in _STRATEGIES.values():  # The cost is read from it.
+        return cast(Strategy, value)
     word, colon, number = str(value).partition(":")
     if word in _STRATEGIES and (number.isdigit() if colon else True):
         return _STRATEGIES[word](*([int(number)] if colon else []))

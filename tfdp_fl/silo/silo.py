@@ -192,8 +192,9 @@ class Silo:
 
         Args:
           weights: As in `train`.
-          private: The metrics to release, with their bounds and noise. Exact metrics
-            are not available, as they would reveal information about people.
+          private: The metrics to release, with their bounds and noise. Decide the
+            noise before the first answer; later evaluations must have the same. Exact
+            metrics are not available, as they would reveal information about people.
           message_id: As in `train`.
 
         Returns:
