@@ -470,7 +470,7 @@ class PrivateRounds:
         template: sums.Template,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
-        """Draws and checks a round, and charges it if that comes first; None: none.
+        """Draws a round, and charges it if it must be paid first; None: not started.
 
         Args:
           server_round: Flower's number of the round.
