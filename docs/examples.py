@@ -224,7 +224,7 @@ from tfdp_fl import algorithm, mechanisms
 context = mechanisms.PrivacyContext(clients_per_round=10)
 query = fixed.bind(context)
 state = query.begin_round(query.initial_global_state(), 1.0, 10)
-one = algorithm.make_record(query, query.derive_sample_params(state), [tf.ones(3)])
+one = algorithm.make_contribution(query, query.derive_sample_params(state), [tf.ones(3)])
 print(one.update, one.norm)
 
 # %% aggregators (tff)

@@ -7,7 +7,7 @@ r"""Ratings in a table of people: what a guarantee for each person costs.
 lme4's InstEval (students rate lectures) and MovieLens 100k (people rate films). A
 model of the item, by an embedding, and of public facts about it predicts the ratings
 of people who took no part in training: RMSE over five splits of the people, without
-privacy, with person-level epsilon 4 and 8, and by the mean alone. `records` adds
+privacy, with person-level epsilon 4 and 8, and by the mean alone. `bounded_sums` adds
 DP-SGD on single ratings by TF-Privacy, with the noise that keeps the same epsilon for
 a person: how many of a person's rows are in a batch is a Binomial, and a mixture of
 Gaussians counts them exactly (arXiv 2407.07737). Writes research/person_ratings.json,

@@ -257,15 +257,17 @@ def test_the_state_is_json_and_resumes(name, seed):
         with pytest.raises(ValueError, match=wrong):
             _make(*arguments).restore(state)
     # Of a NumPy that draws other orders from the same key.
-    with pytest.raises(ValueError, match="an_order"):
-        other.restore({**state, "an_order": state["an_order"][::-1]})
+    with pytest.raises(ValueError, match="shuffle_fingerprint"):
+        other.restore(
+            {**state, "shuffle_fingerprint": state["shuffle_fingerprint"][::-1]}
+        )
 
 
 @pytest.mark.parametrize("name", [*_SAMPLINGS, "cyclic"])
 def test_a_cohort_is_settled_once_before_the_next_is_drawn(name):
     sampler, other = (_make(name, 40, 5, may_abandon=True) for _ in range(2))
     cohort = sampler.draw()
-    assert cohort.participation.charge(_EVENT) == sampler.charge(cohort, _EVENT)
+    assert cohort.participation.cost(_EVENT) == sampler.charge(cohort, _EVENT)
     assert cohort.positions.dtype == np.int64
     with pytest.raises(ValueError, match="read-only"):
         cohort.positions[:] = 0
@@ -302,9 +304,9 @@ def test_a_cohort_of_a_fixed_size_is_abandoned_only_at_its_price():
     with pytest.raises(RuntimeError, match="may_abandon=True"):
         sampler.abandon(cohort)
     assert sampler.unsettled is cohort
-    assert not cohort.participation.charge_if_abandoned
+    assert not cohort.participation.is_charged_if_abandoned
     priced = _make("fixed_size", 40, 5, may_abandon=True)
-    assert priced.draw().participation.charge_if_abandoned
+    assert priced.draw().participation.is_charged_if_abandoned
     with pytest.raises(ValueError, match="may_abandon"):
         priced.restore(sampler.state())
 
@@ -377,9 +379,7 @@ def test_shuffled_passes_cost_what_the_worst_client_met(steps, n, m, seed):
     met = np.zeros(n)
     for cohort in cohorts:
         met[cohort.positions] += 1
-    spent = accounting.PrivacyAccountant(
-        c.participation.charge(_EVENT) for c in cohorts
-    )
+    spent = accounting.PrivacyAccountant(c.participation.cost(_EVENT) for c in cohorts)
     true = accounting.epsilon_of_mu_squared(float(met.max()), 1e-5)
     assert spent.epsilon(1e-5, "pld") >= true * (1 - 1e-9)
 
@@ -397,9 +397,7 @@ def test_allocated_passes_cost_what_the_worst_client_met(steps, n, m):
         for client in cohort.positions:  # Of a pass, in one of its rounds alone.
             place = places.setdefault((*key, client), who.pass_offset)
             assert place == who.pass_offset
-    spent = accounting.PrivacyAccountant(
-        c.participation.charge(_EVENT) for c in cohorts
-    )
+    spent = accounting.PrivacyAccountant(c.participation.cost(_EVENT) for c in cohorts)
     true = accounting.PrivacyAccountant(
         accounting.RoundCharge(
             sampling="random_allocation",
@@ -556,7 +554,7 @@ def test_rounds_planned_pass_by_pass_cost_what_they_cost_one_by_one(kind):
         before = [planned.charge(t, event) for t in (*range(1, begin + 1), begin)]
         ahead = range(begin + 1, begin + 1 + rounds)
         one_by_one = [*before, *(planned.charge(t, event) for t in ahead)]
-        by_pass = [*before, *planned.charges(ahead, event)]
+        by_pass = [*before, *planned.costs(ahead, event)]
         costs = [
             accounting.PrivacyAccountant(charges).epsilon(1e-5)
             for charges in (one_by_one, by_pass)

@@ -17,7 +17,7 @@ from scipy import stats
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import format_up, gaussian_epsilon
-from tfdp_fl.mechanisms import records
+from tfdp_fl.mechanisms import bounded_sums
 from tfdp_fl.terms import Sampling, TrustModel
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
@@ -100,7 +100,7 @@ class CanaryAudit:
         if (
             query.mechanism.trust_model != TrustModel.CENTRAL
             or not query.only_scales
-            or cohort_engine.collects_records
+            or cohort_engine.collects_contributions
         ):
             raise ValueError(
                 "audit must be None unless a trusted server adds the noise to "
@@ -146,7 +146,7 @@ class CanaryAudit:
         update = spec.unflatten(tf.constant(direction, tf.float32))
         pending.add_contribution(
             query.initial_sample_state(spec.variables)._replace(
-                update=records.to_grid(update, query.grid_step(params))
+                update=bounded_sums.to_grid(update, query.fine_grid_step(params))
             )
         )
 

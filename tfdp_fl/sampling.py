@@ -164,11 +164,13 @@ class CohortSampler(abc.ABC):
         "sampling",
         "num_clients",
         "seed",
-        "an_order",
+        "shuffle_fingerprint",
     )
     _state_names: ClassVar[tuple[str, ...]] = ()
     # If NumPy drew other orders from the same key, clients might be scheduled too soon.
-    an_order: ClassVar[list[int]] = np.random.default_rng(0).permutation(10).tolist()
+    shuffle_fingerprint: ClassVar[list[int]] = (
+        np.random.default_rng(0).permutation(10).tolist()
+    )
 
     def __init__(
         self,
@@ -252,7 +254,7 @@ class CohortSampler(abc.ABC):
     def abandon(self, cohort: Cohort) -> None:
         """Records that nothing of a cohort's round is released.
 
-        It is charged all the same if `cohort.participation.charge_if_abandoned`.
+        It is charged all the same if `cohort.participation.is_charged_if_abandoned`.
 
         Raises:
           RuntimeError: It is not the last drawn cohort, or it is already settled, or
@@ -325,10 +327,10 @@ class CohortSampler(abc.ABC):
           event: The event that is released about its clients, without sampling.
         """
         if not isinstance(cohort, Cohort):
-            return self.participation(cohort).charge(event)
-        return cohort.participation.charge(event)
+            return self.participation(cohort).cost(event)
+        return cohort.participation.cost(event)
 
-    def charges(
+    def costs(
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
         """Returns planned rounds' distinct costs with counts, for one m and event."""
@@ -512,13 +514,13 @@ class PassSampler(CohortSampler):
     def _partial_pass(self, rounds: range) -> list[charge_lib.Participation]:
         """Returns the participations in some rounds of one pass, for one m."""
 
-    def charges(
+    def costs(
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
         """See base class; a new pass costs as much as its first round."""
         head, num_passes, tail = self.split(rounds)
         participations = [*self._partial_pass(head), *map(self.participation, tail[:1])]
-        charges = [(participation.charge(event), 1) for participation in participations]
+        costs = [(participation.cost(event), 1) for participation in participations]
         if num_passes:
             whole_pass = dataclasses.replace(
                 self.participation(rounds[len(head)]),
@@ -526,8 +528,8 @@ class PassSampler(CohortSampler):
                 pass_offset=None,
                 partition=None,
             )
-            charges.append((whole_pass.charge(event), num_passes))
-        return charges
+            costs.append((whole_pass.cost(event), num_passes))
+        return costs
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns the number of passes that the rounds overlap."""

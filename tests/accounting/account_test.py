@@ -228,20 +228,20 @@ def test_a_charge_within_a_charge_is_refused_and_nothing_waits():
             account.charge(_charge())
         refused.append(asked)
         with pytest.raises(accounting.ChargeError, match="not paid"):
-            asked.use()
+            asked.redeem()
 
     paid = account.charge(_charge(), ask=again)
     assert (account.rounds, refused) == (1, [paid])
-    paid.use()
+    paid.redeem()
     with pytest.raises(accounting.ChargeError, match="already been used"):
-        paid.use()
+        paid.redeem()
     # Its copies are the same receipt.
     paid = account.charge(_charge())
     copies = [copy.copy(paid), dataclasses.replace(paid)]
-    copies[0].use()
+    copies[0].redeem()
     for each in (paid, *copies):
         with pytest.raises(accounting.ChargeError, match="already been used"):
-            each.use()
+            each.redeem()
     for cannot in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError):
             cannot(paid)
@@ -349,7 +349,7 @@ def test_a_fork_within_another_thread_s_charge_is_not_stuck():
 def test_a_charge_while_another_thread_merges_is_counted():
     account, name = (
         account_lib.PrivacyAccount("central", 10),
-        account_lib.new_evaluation(),
+        account_lib.new_evaluation_id(),
     )
 
     class Slow(dict):
@@ -394,7 +394,7 @@ def test_a_line_that_comes_while_a_ledger_is_counted_is_counted_next(tmp_path):
 
 def test_a_name_pays_for_one_release(tmp_path):
     account, (ledger,) = _kept(tmp_path, "a")
-    account.charge(_charge(), name="march").use()
+    account.charge(_charge(), name="march").redeem()
     with pytest.raises(ValueError, match="name must be new, got 'march'"):
         account.charge(_charge(), name="march")
     again = account_lib.PrivacyAccount("central", 10)
@@ -402,7 +402,7 @@ def test_a_name_pays_for_one_release(tmp_path):
     with pytest.raises(ValueError, match="name must be new"):
         again.charge(_charge(), name="march")
     # A search goes on with trials that it has not released.
-    again.charge(_charge(), name="march", resumes=True).use()
+    again.charge(_charge(), name="march", resumes=True).redeem()
     assert len(ledger.entries) == account.central.rounds == again.central.rounds == 1
 
 

@@ -79,9 +79,9 @@ def test_both_accountants_are_above_the_mixture_and_near_it(q, z):
 
 def test_a_cohort_of_everybody_is_known_anyway():
     whole = charge("fixed_size", 50, 50, known_selection=True)
-    assert not whole.charge_if_abandoned
+    assert not whole.is_charged_if_abandoned
     assert whole.dp_event() == charge("fixed_size", 50, 50).dp_event()
-    assert charge("fixed_size", 50, 5, known_selection=True).charge_if_abandoned
+    assert charge("fixed_size", 50, 5, known_selection=True).is_charged_if_abandoned
     with pytest.raises(ValueError, match="known_selection must be False"):
         charge("poisson", 50, 5, known_selection=True)
     # With no noise, or nothing but noise.

@@ -237,7 +237,7 @@ def test_it_composes_with_other_releases_to_clients():
     with pytest.raises(ValueError, match="neighbouring relation"):
         history(one, charge("fixed_size", 50, 10))
     assert one.relation is accounting.Relation.ADD_OR_REMOVE_ONE
-    assert not one.charge_if_abandoned
+    assert not one.is_charged_if_abandoned
     again = accounting.RoundCharge.from_json(one.to_json())
     assert again == one and again.rounds_per_pass == 5
     # m need not divide N; the rounds of a pass share all of its clients.

@@ -347,7 +347,7 @@ def test_every_round_is_written_down_with_its_own_charge(strategy):
     events = [json.loads(line)["event"] for line in state.history.lines]
     costs = [event.get("noise_multiplier", math.inf) for event in events]
     with np.errstate(divide="ignore"):
-        expected = 2.0 / mechanism.generator.charges
+        expected = 2.0 / mechanism.generator.round_sensitivities
     np.testing.assert_allclose(costs, expected, rtol=1e-12)
     spent = _epsilon(state, mechanism, accountant="pld", max_participations=2)
     # A group has three turns: that its clients sit one of them out is declared.

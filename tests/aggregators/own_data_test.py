@@ -27,22 +27,22 @@ def test_a_sum_is_that_of_records_made_alone(mechanism):
         begun = query.begin_round(query.initial_global_state(), 1.0, 10.0)
         return query.derive_sample_params(begun)
 
-    make_record = cohort_process.create_record_fn(
+    make_contribution = cohort_process.create_contribution_fn(
         query,
         params.type_signature.result,
         [value_type],
         exact_update=True,
         exact_scalars=True,
     )
-    adder = cohort_process.create_record_sum(
-        make_record.type_signature.result, None, None
+    adder = cohort_process.create_sum(
+        make_contribution.type_signature.result, None, None
     )
     values = [
         [np.float32(part) for part in update]
         for update in cohorts.hostile_updates(template)
     ]
     sent = params()
-    records = [make_record(sent, value) for value in values]
+    records = [make_contribution(sent, value) for value in values]
 
     def total(positions):
         found = adder.next(adder.initialize(), [records[k] for k in positions]).result

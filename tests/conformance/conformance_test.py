@@ -141,12 +141,12 @@ _TAKE_A_ROUND = [
 
 
 def _watch(name, called):
-    """Returns a member that fails where it is given a memory."""
+    """Returns a member that fails where it is given a noise state."""
     member = getattr(tfdp_fl.CorrelatedNoise, name)
 
     def watched(*args, **given):
         round = inspect.signature(member).bind(*args, **given).arguments["round"]
-        assert round.memory == (), f"{name} sees the noise of earlier rounds"
+        assert round.noise_state == (), f"{name} sees the noise of earlier rounds"
         called.add(name)
         return member(*args, **given)
 

@@ -78,7 +78,7 @@ def test_a_batch_without_room_is_halved():
 
     halved._train = with_little_room
     cohorts.assert_close(cohorts.run_round(halved, dataset), expected, rtol=1e-5)
-    assert halved.layout.at_once == 2
+    assert halved.layout.batched_clients == 2
     assert sum(size for size in sizes if size <= 2) == 9
 
 
@@ -105,7 +105,7 @@ def test_nobody_writes_into_the_segments_of_another_client():
     options = {"mechanism": _MECHANISMS["fixed"], "at_once": 3}
     engine = cohorts.make_engine(model, datasets[0], **options)
     # Vectorized, an index out of range would be another client's.
-    assert engine.layout.at_once is None
+    assert engine.layout.batched_clients is None
     assert "UnsortedSegmentSum cannot be batched" in engine.executor
     for dataset in datasets:
         update = cohorts.update_of(cohorts.collect(engine, dataset))

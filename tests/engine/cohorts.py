@@ -131,7 +131,7 @@ def paid(mu_squared: float = np.inf) -> Any:
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
     pending = collect(cohort_engine, dataset, **changes)
     inputs = pending.inputs
-    charged = cohort_engine.query.charged_for(
+    charged = cohort_engine.query.expected_mu_squared(
         inputs.clients_per_round, inputs.noise_multiplier
     )
     return cohort_engine.release(pending, paid(charged))[1]

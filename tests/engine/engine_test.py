@@ -17,7 +17,7 @@ from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import engine as engine_lib
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import cohort, dense_models, devices, layout, program
-from tfdp_fl.mechanisms import noise, records
+from tfdp_fl.mechanisms import bounded_sums, noise
 from tfdp_fl.mechanisms.contribution import Contribution
 
 _layers = tf.keras.layers
@@ -148,11 +148,11 @@ def test_rounds_do_not_repeat_and_seeds_do():
 
 def test_neither_clients_nor_workers_are_sent_what_the_servers_noise_follows_from():
     _, engine = _engine()
-    state = engine.query.initial_global_state()._replace(memory=[tf.ones([3])])
+    state = engine.query.initial_global_state()._replace(noise_state=[tf.ones([3])])
     inputs = cohorts.inputs(cohorts.dataset(), state=state)
     pending = engine.empty_round(inputs)
-    assert pending.state.memory
-    assert pending.received.params.memory == ()
+    assert pending.state.noise_state
+    assert pending.received.params.noise_state == ()
     assert not np.isin(inputs.seed, pending.received.seed).any()
     seeds = [noise.for_clients(np.array([3, k])).tolist() for k in range(4)]
     assert len({word for seed in seeds for word in seed}) == 8
@@ -277,7 +277,7 @@ def test_sums_that_are_written_in_place_have_the_same_bits():
     options = {"jit_compile": False, "max_parallel_clients": 2}
     usual, logs = _round(dataset, count=2, engine=_engine(units=9, **options))
     _engine.cache_clear()
-    with mock.patch.object(records, "_LARGE", 4):
+    with mock.patch.object(bounded_sums, "_LARGE", 4):
         moved, same = _round(dataset, count=2, engine=_engine(units=9, **options))
     _engine.cache_clear()
     np.testing.assert_array_equal(moved, usual)
@@ -561,7 +561,7 @@ def test_every_client_draws_noise_of_its_own(options, stddevs):
     windows = np.full([2, 3, 4], 0.5, np.float32)
     windows[1] = 0.1
     model, dataset = cohorts.mlp(3000), cohorts.dataset((2, 2))
-    engine = cohorts.make_engine(model, dataset, collect_records=True, **options)
+    engine = cohorts.make_engine(model, dataset, collect_contributions=True, **options)
     inputs = {"windows": windows} if "mechanism" in options else {}
     pending = cohorts.collect(engine, dataset, learning_rate=0.0, **inputs)
     ((_, collected),) = pending.collected
@@ -596,7 +596,7 @@ def test_sums_in_steps_are_the_same_however_many_int32_holds(jit_compile, monkey
 
     at_once = total()
     for most in (1, 3):
-        monkeypatch.setattr(records, "MOST_IN_STEPS", most)
+        monkeypatch.setattr(bounded_sums, "MAX_INT32_CLIENTS", most)
         np.testing.assert_array_equal(total(), at_once)
     assert np.any(at_once)
 

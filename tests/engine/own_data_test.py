@@ -66,8 +66,8 @@ EXECUTORS = {
     "embedding rows": (_lookup, {}),
     "embedding rows, fine": (_lookup, {"noise": 1e-4}),
     "exact noise": (_BEYOND, {"noise_generator": "exact"}),
-    "kept updates": (_DROPPING, {"collect_records": True}),
-    "secure sum": (_BEYOND, {"secure": True, "collect_records": True}),
+    "kept updates": (_DROPPING, {"collect_contributions": True}),
+    "secure sum": (_BEYOND, {"secure": True, "collect_contributions": True}),
     "on workers": (_BEYOND, {"workers": True}),
     "on workers, XLA": (_DROPPING, {"jit_compile": True, "workers": True}),
 }
@@ -147,7 +147,9 @@ def _engine(name):
         steps = None if batch == 4 else (1, 2, 6)
         beside = cohorts.side_by_side("side by side" in name, steps=steps)
         wide = mock.patch.object(side_by_side, "_LONG", 1 if alone else 512)
-        large = mock.patch.object(dense_models, "AT_ONCE", 0 if alone else 2**15)
+        large = mock.patch.object(
+            dense_models, "MAX_BATCHED_ELEMENTS", 0 if alone else 2**15
+        )
         # Of streamed clients, a few in each chunk.
         few = mock.patch.object(layout, "CHUNK_BYTES", 400)
         with beside, wide, large, few:

@@ -23,7 +23,7 @@ def _fixed(clip_norm=_CLIP, **options):
 
 def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
     dataset = cohorts.dataset(sizes)
-    options = {"mechanism": mechanism, "collect_records": True}
+    options = {"mechanism": mechanism, "collect_contributions": True}
     engine = cohorts.make_engine(cohorts.mlp(), dataset, **options)
     inputs = {"batch_size": 2, "local_epochs": 1, "noise_multiplier": noise_multiplier}
     return engine, cohorts.collect(engine, dataset, **inputs)

@@ -273,7 +273,7 @@ def test_masks_of_dropout_are_of_the_seed_the_client_and_the_layer(num_layers):
     drops = [_layers.Dropout(0.5) for _ in range(num_layers)]
     model = _net([2000], _Scale(), *drops, _Dense(1, kernel_initializer="ones"))
     dataset = cohorts.from_arrays(clients)
-    engine = cohorts.make_engine(model, dataset, loss="mae", collect_records=True)
+    engine = cohorts.make_engine(model, dataset, loss="mae", collect_contributions=True)
     kept = []
     for seed in (4, 4, 5):
         inputs = {"batch_size": 1, "local_epochs": 1, "seed": np.array([3, seed])}

@@ -29,7 +29,7 @@ def _grid(nodes=range(_N), size=4):
 
 def _squares(made):
     """Returns what each round costs, 1 / z^2."""
-    return (made.mechanism.generator.charges / 2.0) ** 2
+    return (made.mechanism.generator.round_sensitivities / 2.0) ** 2
 
 
 def _spent(strategy):
@@ -44,7 +44,7 @@ def _memory(strategy):
     """Returns where the noise is, and its buffers."""
     kept = strategy._correlation
     return kept.record.released, [
-        buffer.numpy().tolist() for buffer in kept.memory.buffers
+        buffer.numpy().tolist() for buffer in kept.noise_state.buffers
     ]
 
 

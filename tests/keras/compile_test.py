@@ -128,7 +128,7 @@ def test_a_server_optimizer_with_the_state_of_other_weights_is_refused():
 class _FailsLate(tfdp_fl.FixedClipping):
     """Its noise cannot be traced."""
 
-    def add_noise(self, update, stddev, memory):
+    def add_noise(self, update, stddev, noise_state):
         raise RuntimeError("no noise")
 
     def round_event(self, round_index, context):

@@ -31,13 +31,15 @@ def _federated(mechanism=None, model=None, **options):
 
 def _memory(fed):
     """Returns where the noise is, and its buffers."""
-    memory = fed.run.mechanism_state.memory
-    return int(memory.position), [b.numpy() for b in memory.buffers]
+    noise_state = fed.run.mechanism_state.noise_state
+    return int(noise_state.position), [b.numpy() for b in noise_state.buffers]
 
 
 def _squares(fed):
     """Returns the mu^2 of each round of a segment."""
-    return (fed.mechanism.generator.charges / fed.mechanism.noise_multiplier) ** 2
+    return (
+        fed.mechanism.generator.round_sensitivities / fed.mechanism.noise_multiplier
+    ) ** 2
 
 
 def _spent(fed):
@@ -119,14 +121,14 @@ def test_large_buffers_are_overwritten_in_place(monkeypatch, tmp_path, strategy)
     monkeypatch.setattr(release, "_LARGE", 0)
     fed = _federated(mechanism)
     toy.fit(fed, 3, [callbacks.RoundCheckpoint(tmp_path)], seed=3)
-    buffers = fed.run.mechanism_state.memory.buffers
+    buffers = fed.run.mechanism_state.noise_state.buffers
     assert all(isinstance(buffer, tf.Variable) for buffer in buffers)
     before = _memory(fed)
     again = _federated(mechanism)
     toy.fit(again, 3, resume_from=tmp_path, seed=3)
     assert again.rounds == 3
     toy.fit(fed, _T - 1, seed=3)
-    assert fed.run.mechanism_state.memory.buffers[0] is buffers[0]
+    assert fed.run.mechanism_state.noise_state.buffers[0] is buffers[0]
     toy.assert_same(fed.model.get_weights(), usual.model.get_weights())
     toy.assert_same(_memory(fed)[1], _memory(usual)[1])
     # Who resumed has buffers of its own, of the round that was saved.
@@ -168,9 +170,9 @@ def test_a_refused_fit_does_not_pass_on_the_noise_of_other_variables(strategy):
         assert _memory(fed)[0] == 1
         charged.append(_squares(fed)[0])
     assert sum(charged) == _spent(fed)
-    with pytest.raises(ValueError, match="memory must have buffers for variables"):
+    with pytest.raises(ValueError, match="noise_state must have buffers for variables"):
         fed.mechanism.add_noise(
-            [tf.zeros([1, 4])], tf.constant(1.0), fed.run.mechanism_state.memory
+            [tf.zeros([1, 4])], tf.constant(1.0), fed.run.mechanism_state.noise_state
         )
 
 
@@ -240,7 +242,7 @@ def test_no_noise_is_released_twice(tmp_path, kind):
 
 
 def test_a_broken_release_is_not_saved_by_an_evaluation(tmp_path):
-    # Else a run that is resumed goes on with a memory that knows nothing of it.
+    # Else a run that is resumed goes on with a noise state that knows nothing of it.
     fed, resumed = _federated(), _federated()
     keep, bounds = callbacks.RoundCheckpoint(tmp_path), {"loss": (0.0, 5.0)}
     toy.fit(fed, 2, [keep])
@@ -316,7 +318,7 @@ def test_a_secure_sum_takes_large_buffers(monkeypatch):
     protocol = secure_aggregation.AdditiveSecretSharing()
     fed = toy.federated(mechanism, None, 10, "cyclic", secure_aggregation=protocol)
     toy.fit(fed, 2)
-    assert int(fed.run.mechanism_state.memory.position) == 2
-    buffers = fed.run.mechanism_state.memory.buffers
+    assert int(fed.run.mechanism_state.noise_state.position) == 2
+    buffers = fed.run.mechanism_state.noise_state.buffers
     assert all(isinstance(each, tf.Variable) for each in buffers)
     assert all(np.any(each.numpy()) for each in buffers)

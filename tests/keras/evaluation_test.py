@@ -350,7 +350,7 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
     private, generator = _private(noise_multiplier=2.5), np.random.default_rng(7)
     values = {n: generator.uniform(*bounds, 500) for n, bounds in _BOUNDS.items()}
     account = accounting.PrivacyAccount("central", 1)
-    paid = account.charge(private.charge("poisson", 500), uses=10_002)
+    paid = account.charge(private.cost("poisson", 500), uses=10_002)
     results = [private.release(values, generator, paid) for _ in range(10_000)]
     for name in _BOUNDS:
         means = [each[name]["mean"] for each in results]

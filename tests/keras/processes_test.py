@@ -113,12 +113,12 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
         callbacks.RoundCheckpoint(path, every=_EVERY),
     ]
     toy.fit(fed, _ROUNDS, keep, seed=3, resume_from=path if resumes else None)
-    memory = fed.run.mechanism_state.memory
-    buffers = [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers]
+    noise_state = fed.run.mechanism_state.noise_state
+    buffers = [b.numpy().reshape([b.shape[0], -1]) for b in noise_state.buffers]
     np.savez(
         path / "end.npz",
         spent=sum(n * c.noise_multiplier**-2 for c, n in fed.account.own.items()),
-        position=memory.position.numpy(),
+        position=noise_state.position.numpy(),
         buffers=np.concatenate(buffers, 1),
     )
 
@@ -178,7 +178,7 @@ def test_what_was_seen_is_charged_and_the_noise_goes_on_right(
     second = _noise(path, "second")
     assert sorted(second) == list(range(saved, _ROUNDS))
     generator = _CORRELATED.generator
-    squares = (generator.charges / _NOISE) ** 2
+    squares = (generator.round_sensitivities / _NOISE) ** 2
     end = np.load(path / "end.npz")
     if charged == saved:  # Nothing is lost: one segment.
         segment = [first[t] for t in range(saved)]

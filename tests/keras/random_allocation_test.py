@@ -123,7 +123,7 @@ def test_a_run_that_is_resumed_in_mid_pass_allocates_the_rest_anew(
     assert max(np.bincount([each.round_index for each in drawn])) == 3
     (event,) = {charge.event for charge in first.account.own}
     expected = accounting.PrivacyAccountant(
-        each.participation.charge(event) for each in drawn
+        each.participation.cost(event) for each in drawn
     ).epsilon(_DELTA, "pld")
     assert expected > _planned(1)
     told = accounting.PrivacyLedger.read(path / "ledger.jsonl")
@@ -152,7 +152,7 @@ def test_other_clients_or_another_seed_begin_a_pass_of_their_own(drawn):
     assert who.clients_per_round == 45 / 4
     expected = accounting.PrivacyAccountant()
     for each in drawn:
-        expected.add(each.participation.charge(next(iter(fed.account.own)).event))
+        expected.add(each.participation.cost(next(iter(fed.account.own)).event))
     assert fed.epsilon(_DELTA) == pytest.approx(expected.epsilon(_DELTA, "pld"))
     assert fed.epsilon(_DELTA) > _planned(8)
 
@@ -223,7 +223,7 @@ def test_private_evaluations_compose_with_it():
     private = PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=4.0)
     fed.evaluate_clients(toy.clients(), private=private)
     history = accounting.PrivacyAccountant(fed.account.own.items())
-    history.add(private.charge(_ALLOCATION, toy.NUM_CLIENTS))
+    history.add(private.cost(_ALLOCATION, toy.NUM_CLIENTS))
     assert fed.epsilon(_DELTA) == pytest.approx(history.epsilon(_DELTA, "pld"))
     assert fed.epsilon(_DELTA) > _planned(2)
 

@@ -311,7 +311,7 @@ def test_a_plan_whose_cost_cannot_be_known_has_no_finite_bound():
     fed = _trained(
         None, 4, {"callbacks": [_Stop()]}, clients_per_round=[20, 20, 20, 20]
     )
-    with mock.patch.object(type(fed.run), "charges_ahead", side_effect=ValueError):
+    with mock.patch.object(type(fed.run), "costs_ahead", side_effect=ValueError):
         facts = fed.privacy_statement(_DELTA, "dict")
         said = toy.said(fed, _DELTA)
     assert facts["epsilon_of_planned_rounds"] is None and facts["planned_rounds"] == 4

@@ -108,10 +108,12 @@ def test_sensitivity_is_that_of_the_worst_pattern(falling, rounds):
     for gap in range(1, rounds + 1):
         worst = references.worst_by_count(dense, gap)
         for most in range(1, rounds + 1):
-            found = np.sum(toeplitz.charges(c, promised(rounds, gap, most)) ** 2)
+            found = np.sum(
+                toeplitz.round_sensitivities(c, promised(rounds, gap, most)) ** 2
+            )
             np.testing.assert_allclose(found, worst[most], rtol=1e-12)
     # First rounds are charged what they release.
-    squares = np.cumsum(toeplitz.charges(c, promised(12, 3, 3)) ** 2)
+    squares = np.cumsum(toeplitz.round_sensitivities(c, promised(12, 3, 3)) ** 2)
     worst = references.worst_by_count(dense, 3)
     np.testing.assert_allclose(squares[rounds - 1], worst[:4][-1], rtol=1e-12)
 
@@ -122,31 +124,31 @@ STRATEGIES = [*map(BandedToeplitz, (1, 5, ROUNDS)), BLT(1), BLT(3)]
 
 
 def stream(generator):
-    """Returns the noise of all rounds, what it should be, and the last memory."""
+    """Returns the noise of all rounds, what it should be, and the last noise state."""
     sizes = [int(np.prod(shape)) for shape in SHAPES]
     rounds = generator.pattern.rounds
     draws = np.random.default_rng(7).normal(size=(rounds, sum(sizes)))
 
     @tf.function
-    def one_round(memory, row):
-        memory = generator.begin_round(memory)
-        parts = zip(memory.buffers, tf.split(row, sizes), SHAPES, strict=True)
+    def one_round(noise_state, row):
+        noise_state = generator.begin_round(noise_state)
+        parts = zip(noise_state.buffers, tf.split(row, sizes), SHAPES, strict=True)
         made = [
-            generator.next_noise(memory.position, buffer, tf.reshape(part, shape))
+            generator.next_noise(noise_state.position, buffer, tf.reshape(part, shape))
             for buffer, part, shape in parts
         ]
         noise, buffers = zip(*made, strict=True)
-        return noise, memory._replace(
-            position=memory.position + 1, buffers=list(buffers)
+        return noise, noise_state._replace(
+            position=noise_state.position + 1, buffers=list(buffers)
         )
 
-    memory = generator.init_noise_state(SHAPES)
+    noise_state = generator.init_noise_state(SHAPES)
     result = []
     for row in tf.constant(draws, tf.float32):
-        noise, memory = one_round(memory, row)
+        noise, noise_state = one_round(noise_state, row)
         result.append(np.concatenate([np.ravel(n) for n in noise]))
     dense = references.dense(generator.coefficients, rounds)
-    return np.array(result), np.linalg.solve(dense, draws), memory
+    return np.array(result), np.linalg.solve(dense, draws), noise_state
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -158,10 +160,10 @@ def test_noise_is_what_the_dense_matrices_make_of_the_draws(strategy, mixed, req
     request.addfinalizer(lambda: optimizer.set_experimental_options({option: False}))
     optimizer.set_experimental_options({option: mixed})
     generator = strategy.generator(promised(ROUNDS))
-    noise, expected, memory = stream(generator)
+    noise, expected, noise_state = stream(generator)
     np.testing.assert_allclose(noise, expected, atol=3e-6)
-    assert int(memory.position) == ROUNDS
-    for buffer, shape in zip(memory.buffers, SHAPES, strict=True):
+    assert int(noise_state.position) == ROUNDS
+    for buffer, shape in zip(noise_state.buffers, SHAPES, strict=True):
         assert buffer.shape == [generator.copies, *shape]
 
 

@@ -65,7 +65,7 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
 
     # One stddev in the place of each draw; of what is added to an update, none.
     with mock.patch.object(noise, "add_normal", add):
-        record = algorithm.make_record(query, params, [tf.zeros([1])])
+        record = algorithm.make_contribution(query, params, [tf.zeros([1])])
         total = query.initial_sample_state([tf.zeros([1])])
         _, after = algorithm.release(query, total, begun, math.inf)
     # The clip moves by exp(-rate b), b = (what is added to the count) / m.

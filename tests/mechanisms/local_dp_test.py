@@ -224,7 +224,9 @@ def test_a_clients_weight_in_the_mean_does_not_depend_on_its_update(kind, value)
     params = query.derive_sample_params(query.begin_round(state, 0.0, 1.0))
     client = ClientContext(num_examples=tf.constant(5))
     hostile, zero = (
-        algorithm.make_record(query, params, [tf.fill([8], np.float32(each))], client)
+        algorithm.make_contribution(
+            query, params, [tf.fill([8], np.float32(each))], client
+        )
         for each in (value, 0.0)
     )
     assert float(hostile.weight) == float(zero.weight) > 0

@@ -162,9 +162,9 @@ def _own(base=tfdp_fl.FixedClipping, **members):
 
 
 _OF_COST = {
-    "add_noise": lambda self, update, stddev, memory: (update, memory),
+    "add_noise": lambda self, update, stddev, noise_state: (update, noise_state),
     "clip_to_cohort": lambda self, norms, round: norms[0],
-    "sensitivity_squared": lambda self, round, context: 0.01,
+    "round_mu_squared": lambda self, round, context: 0.01,
     "needs_exact_cohort": False,
     "bind": lambda self, context: None,
     "event_at": lambda self, *_: dp_accounting.GaussianDpEvent(9.0),
@@ -340,14 +340,14 @@ def test_side_sums_keep_their_names_in_any_order():
         PrivacyContext(clients_per_round=2)
     )
     state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
-    record = algorithm.make_record(query, state, [tf.ones([1])])
+    record = algorithm.make_contribution(query, state, [tf.ones([1])])
     again = query.initial_sample_state([]).with_scalars([], record.scalars())
     assert [float(again.sums[name]) for name in ("one", "two")] == [1.0, 100.0]
     with (
         mock.patch.object(_TwoSums, "side_statistics", lambda *_: {"one": 0.0}),
         pytest.raises(ValueError, match="side_bounds"),
     ):
-        algorithm.make_record(query, state, [tf.ones([1])])
+        algorithm.make_contribution(query, state, [tf.ones([1])])
 
 
 @pytest.mark.parametrize(("limit", "stddev"), [(1e39, 1e39), (1e-35, 1e-32), (1, 1e39)])
@@ -370,7 +370,7 @@ def test_a_side_sum_that_float32_cannot_hold_has_no_noise(limit, stddev):
         "update": tf.constant(5.0),
         "one": tf.constant(np.array(stddev).astype("f4")),
     }
-    assert math.isinf(made.sensitivity_squared(state, context, stddevs))
+    assert math.isinf(made.round_mu_squared(state, context, stddevs))
 
 
 @pytest.mark.parametrize(

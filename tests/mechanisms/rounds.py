@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import ClientContext, PrivacyContext
-from tfdp_fl.mechanisms import records as records_lib
+from tfdp_fl.mechanisms import bounded_sums as records_lib
 
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
@@ -64,10 +64,10 @@ def run_round(
     for k, update in enumerate(updates):
         told = [each and tf.constant(each[k]) for each in (num_examples, windows)]
         client = ClientContext(*told)
-        records.append(algorithm.make_record(query, params, update, client))
+        records.append(algorithm.make_contribution(query, params, update, client))
         total = records_lib.add(total, records[-1])
     if charged is None:
-        charged = query.charged_for(m, noise_multiplier)
+        charged = query.expected_mu_squared(m, noise_multiplier)
     mean, next_state = algorithm.release(query, total, state, charged)
     mean = [np.asarray(v) for v in mean]
     return RoundState(mean, total, state, next_state, records)

@@ -80,7 +80,7 @@ def test_every_round_is_timed_and_runs_are_equally_long(side):
     assert min(first) > 0
     # Correlated noise has three buffers.
     state = side._runs["run"].federated_model.run.mechanism_state
-    assert [buffer.shape[0] for buffer in state.memory.buffers] == [3] * 4
+    assert [buffer.shape[0] for buffer in state.noise_state.buffers] == [3] * 4
 
 
 def test_tff_does_the_same_work(side, monkeypatch):

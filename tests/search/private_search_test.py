@@ -349,7 +349,7 @@ def test_what_would_make_every_trial_fail_is_said_before_the_charge():
     assert search.epsilon(_DELTA) == 0.0
 
     class FailsLate(tfdp_fl.FixedClipping):
-        def add_noise(self, update, stddev, memory):
+        def add_noise(self, update, stddev, noise_state):
             raise RuntimeError("no noise")
 
         def round_event(self, round_index, context):

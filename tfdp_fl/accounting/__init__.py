@@ -1,6 +1,6 @@
 """Privacy accounting of the rounds that actually ran."""
 
-from tfdp_fl.accounting.account import Charge, ChargeError, PrivacyAccount
+from tfdp_fl.accounting.account import ChargeError, PrivacyAccount, Receipt
 from tfdp_fl.accounting.accountant import (
     BudgetExceededError,
     PrivacyAccountant,
@@ -40,7 +40,6 @@ from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statem
 __all__ = [
     "CAVEATS",
     "BudgetExceededError",
-    "Charge",
     "ChargeError",
     "LedgerContents",
     "LedgerEntry",
@@ -56,6 +55,7 @@ __all__ = [
     "PrivacyAccountant",
     "PrivacyBudget",
     "PrivacyLedger",
+    "Receipt",
     "Relation",
     "RoundCharge",
     "StatementFacts",

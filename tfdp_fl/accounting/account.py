@@ -37,9 +37,9 @@ from tfdp_fl.terms import Json, TrustModel
 _EVALUATION = "evaluation "
 
 
-def new_evaluation() -> str:
+def new_evaluation_id() -> str:
     """Returns the id of a release that is not a round."""
-    return _EVALUATION + ledger.new_run()
+    return _EVALUATION + ledger.new_id()
 
 
 class Cost(NamedTuple):
@@ -104,7 +104,7 @@ class _Uses:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Charge:
+class Receipt:
     """A request to `PrivacyAccount.charge`; once it is paid, a receipt.
 
     Attributes:
@@ -123,10 +123,10 @@ class Charge:
     name: str | None
     local: dict[str, float] | None
     details: Json
-    charge_id: str = dataclasses.field(default_factory=ledger.new_charge)
+    charge_id: str = dataclasses.field(default_factory=ledger.new_charge_id)
     _paid: _Uses = dataclasses.field(default_factory=_Uses)
 
-    def use(self) -> float | None:
+    def redeem(self) -> float | None:
         """Uses the receipt for one release, of as many as were charged (usually one).
 
         Returns:
@@ -464,16 +464,18 @@ class PrivacyAccount:
                     )
                 self.known_ledgers[name] = attached.ledger.head
 
-    def _local_fields(self, mu_squared: float, most: float) -> dict[str, float] | None:
+    def _local_fields(
+        self, mu_squared: float, max_mu_squared: float
+    ) -> dict[str, float] | None:
         """Returns a line's local spending, of all charges of this run that are known.
 
         Args:
           mu_squared: That of one client's release.
-          most: The most that one client spent according to `per_client`.
+          max_mu_squared: The most that one client spent according to `per_client`.
         """
         if not self.by_client:
             return None
-        total = most + self.lost_mu_squared
+        total = max_mu_squared + self.lost_mu_squared
         return dict(zip(_LOCAL, (mu_squared, total), strict=True))
 
     @property
@@ -503,7 +505,7 @@ class PrivacyAccount:
         cost: charge_lib.RoundCharge,
         *,
         budgets: Iterable[PrivacyBudget] = (),
-        ask: Callable[[Charge], None] | None = None,
+        ask: Callable[[Receipt], None] | None = None,
         positions: np.ndarray | None = None,
         mu_squared: float = 0.0,
         round_index: int = 0,
@@ -512,7 +514,7 @@ class PrivacyAccount:
         details: Mapping[str, Any] | None = None,
         uses: int = 1,
         resumes: bool = False,
-    ) -> Charge:
+    ) -> Receipt:
         """Charges a release, or raises an error. Nothing can be released uncharged.
 
         Args:
@@ -550,7 +552,7 @@ class PrivacyAccount:
                 "clients would not be charged."
             )
         positions = np.zeros(0, np.int64) if positions is None else positions
-        receipt = Charge(
+        receipt = Receipt(
             cost=cost,
             round_index=round_index,
             cohort_size=round(
@@ -600,18 +602,21 @@ class PrivacyAccount:
 
     @one_at_a_time
     def epsilon_with(
-        self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, most: float = 0.0
+        self,
+        budget: PrivacyBudget,
+        cost: charge_lib.RoundCharge,
+        max_mu_squared: float = 0.0,
     ) -> float:
         """Returns what epsilon would be after another charge.
 
         Args:
           budget: Its delta and accountant are used.
           cost: The charge.
-          most: For a guarantee composed client by client, the largest sum of mu^2 after
-            the charge.
+          max_mu_squared: For a guarantee composed client by client, the largest sum of
+            mu^2 after the charge.
         """
         if self.by_client:
-            spent = most + self.mu_squared_elsewhere
+            spent = max_mu_squared + self.mu_squared_elsewhere
             return epsilon_of_mu_squared(spent, budget.delta)
         cached = self._cached
         if cached is None or cached[:3] != (self._version, self._rounds, cost):
@@ -644,13 +649,16 @@ class PrivacyAccount:
         return self._version
 
     def allows(
-        self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, most: float = 0.0
+        self,
+        budget: PrivacyBudget,
+        cost: charge_lib.RoundCharge,
+        max_mu_squared: float = 0.0,
     ) -> bool:
         """Returns whether a budget allows another charge; see `epsilon_with`."""
         allowed = self._allowed.get(budget)
         if allowed is not None and self.own[cost] < allowed[cost]:
             return True
-        return self.epsilon_with(budget, cost, most) <= budget.epsilon
+        return self.epsilon_with(budget, cost, max_mu_squared) <= budget.epsilon
 
     def _require_affordable(
         self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, max_mu_squared: float
@@ -667,7 +675,9 @@ class PrivacyAccount:
         attached = self._ledgers.values()
         return all(each.ledger.rounds_of(name or "") for each in attached)
 
-    def _write(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:
+    def _write(
+        self, receipt: Receipt, positions: np.ndarray, mu_squared: float
+    ) -> None:
         """Writes a charge to all ledgers, then to memory.
 
         If any ledger has it, so does memory, even after an error in between.
@@ -700,7 +710,7 @@ class PrivacyAccount:
 
     @one_at_a_time
     def _add_to_memory(
-        self, receipt: Charge, positions: np.ndarray, mu_squared: float
+        self, receipt: Receipt, positions: np.ndarray, mu_squared: float
     ) -> None:
         cost = receipt.cost
         charge_id = _identity(

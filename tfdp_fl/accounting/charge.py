@@ -33,7 +33,7 @@ _GAUSSIAN_ONLY = ("fixed_size", "random_allocation")
 # The samplings with a random (binomial) cohort size.
 OF_RANDOM_SIZE = ("poisson", "random_allocation")
 # The samplings in which clients take turns.
-IN_PASSES = ("random_allocation", "shuffled", "cyclic")
+TAKING_TURNS = ("random_allocation", "shuffled", "cyclic")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -119,11 +119,14 @@ class Participation:
             )
         fields = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
         fields = {name: index for name, index in fields.items() if index is not None}
-        in_passes = self.sampling in (Sampling.SHUFFLED, Sampling.RANDOM_ALLOCATION)
-        has_partition = in_passes or self.sampling == Sampling.CYCLIC
+        has_pass_fields = self.sampling in (
+            Sampling.SHUFFLED,
+            Sampling.RANDOM_ALLOCATION,
+        )
+        has_partition = has_pass_fields or self.sampling == Sampling.CYCLIC
         if (
             len(fields) == 1
-            or (fields and not in_passes)
+            or (fields and not has_pass_fields)
             or (self.partition is not None and not has_partition)
         ):
             raise ValueError(
@@ -152,7 +155,7 @@ class Participation:
             )
         object.__setattr__(self, "known_selection", bool(self.known_selection))
 
-    def charge(self, event: dp_accounting.DpEvent) -> RoundCharge:
+    def cost(self, event: dp_accounting.DpEvent) -> RoundCharge:
         """Returns the cost of a round in which a mechanism releases `event`.
 
         Groups are left out, as the event of correlated noise already accounts for them.
@@ -190,7 +193,7 @@ class Participation:
         return self.sampling == Sampling.FIXED_SIZE and self.is_amplified
 
     @property
-    def charge_if_abandoned(self) -> bool:
+    def is_charged_if_abandoned(self) -> bool:
         """Whether an abandoned round costs as much as a released one.
 
         Poisson sampling and random allocation draw the others independently of any one
@@ -237,7 +240,7 @@ class Participation:
 class RoundCharge(Participation):
     """One round's privacy cost, as data: its participation and its event.
 
-    `Participation.charge` makes it. JSON represents a charge exactly.
+    `Participation.cost` makes it. JSON represents a charge exactly.
 
     Attributes:
       event: The event that the mechanism releases about the cohort, without sampling:

@@ -113,7 +113,7 @@ class LedgerEntry:
     time: str
     details: Json
     run: str = ""
-    charge_id: str = dataclasses.field(default_factory=lambda: new_charge())
+    charge_id: str = dataclasses.field(default_factory=lambda: new_charge_id())
     line_hash: str = ""
 
     @property
@@ -354,7 +354,7 @@ class PrivacyLedger:
         self._absolute_path = os.path.abspath(self.path)
         # A fork inherits the file, its lock and the position of the next line.
         self._process = os.getpid()
-        self.run = new_run() if run is None else _check_run(run)
+        self.run = new_id() if run is None else _check_run(run)
         # Accounts may share an open ledger, but only one at a time asks and records.
         self.lock = threading.RLock()
         self._descriptor: int | None = None
@@ -515,7 +515,7 @@ class PrivacyLedger:
         body: Json = {
             "kind": "round",
             "run": self.run if run is None else _check_run(run),
-            "charge_id": new_charge() if charge_id is None else charge_id,
+            "charge_id": new_charge_id() if charge_id is None else charge_id,
             "round": _validate.non_negative_integer(round_index=round_index),
             "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
             "charge": charge and json.loads(charge.to_json()),
@@ -737,12 +737,12 @@ def epsilon_from_ledger(
     return contents.epsilon(delta, accountant)
 
 
-def new_run() -> str:
+def new_id() -> str:
     """Returns the id of a new run, random hexadecimal digits."""
     return secrets.token_hex(16)
 
 
-def new_charge() -> str:
+def new_charge_id() -> str:
     """Returns the id of a new charge, random hexadecimal digits."""
     return secrets.token_hex(16)
 

@@ -99,7 +99,7 @@ class CohortPrograms:
           chunk: The clients.
         """
         x, y, table = chunk
-        query = self.query if fine else self.query.in_steps()
+        query = self.query if fine else self.query.with_int32_sums()
 
         def client(
             k: tf.Tensor, total: cohort.CohortSum, kept: cohort.PerClient
@@ -159,7 +159,7 @@ class CohortPrograms:
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        step = () if fine else query.coarse_step(received.params)
+        step = () if fine else query.coarse_grid_step(received.params)
         return cohort.Trained(total, kept, step)
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
@@ -328,7 +328,7 @@ class CohortPrograms:
           state: The client's state after its last step.
           num_examples: Int32 scalar.
           window: Float32 [W, L], see `layout.ClientTable`.
-          query: The query, perhaps `in_steps`; None: as it is.
+          query: The query, perhaps `with_int32_sums`; None: as it is.
 
         Returns:
           Its contribution and `Moments`; and what is kept of the client.
@@ -351,7 +351,7 @@ class CohortPrograms:
             )
         with noise.use_seed(noise.fold_in(seed, 0)):
             client = query.client(num_examples, window)
-            one = algorithm.make_record(query, received.params, update, client)
+            one = algorithm.make_contribution(query, received.params, update, client)
         return total._replace(contribution=one), rows
 
 

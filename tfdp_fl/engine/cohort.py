@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.mechanisms import contribution, records
+from tfdp_fl.mechanisms import bounded_sums, contribution
 
 
 class Broadcast(NamedTuple):
@@ -135,10 +135,10 @@ class Trained(NamedTuple):
     Attributes:
       total: Their sum.
       kept: What is kept of each.
-      step: If the update in `total` is in whole steps, int32 (`records.to_steps`):
+      step: If the update in `total` is in whole steps, int32 (`bounded_sums.to_int32`):
         the step, float32 scalar; otherwise ().
-      bits: Side by side, the bits from which a record is made, the smallest and the
-        largest over all places, for `CohortEngine.fits`: both results of
+      bits: Side by side, the bits from which a contribution is made, the smallest and
+        the largest over all places, for `CohortEngine.fits`: both results of
         `norm_and_upper_bound`, int32 [2, 2, 2], and each dense layer's inputs and
         gradients, int32 [2, S B, in or out]. All are empty unless
         `Broadcast.returns_bits`.
@@ -175,14 +175,14 @@ def _from_steps(part: np.ndarray | tf.Tensor, step: np.floating) -> tf.Tensor:
     numbers = _array(part)
     if numbers.size >= _MANY_WEIGHTS:
         return _from_steps_in_place(part, tf.constant(step))
-    # As `records.from_steps`.
+    # As `bounded_sums.from_int32`.
     return tf.convert_to_tensor(np.multiply(numbers, step, dtype=np.float64))
 
 
 @tf.function(autograph=False, reduce_retracing=True)
 def _from_steps_in_place(part: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
     # (A function reuses the memory of the cast.)
-    return records.from_steps([part], step)[0]
+    return bounded_sums.from_int32([part], step)[0]
 
 
 @dataclasses.dataclass
@@ -191,20 +191,20 @@ class ThreadSum:
 
     Attributes:
       total: The sum so far; None before the first client.
-      in_steps: Further results, in whole steps of one size; None: none yet. They are
+      int32_sum: Further results, in whole steps of one size; None: none yet. They are
         added in place, unconverted, because converting and allocating take longer than
         adding.
-      num_in_steps: The number of clients in them.
+      num_in_int32_sum: The number of clients in them.
     """
 
     total: CohortSum | None = None
-    in_steps: Trained | None = None
-    num_in_steps: int = 0
+    int32_sum: Trained | None = None
+    num_in_int32_sum: int = 0
 
     def join(self, other: ThreadSum) -> None:
         """Adds another thread's clients."""
-        if other.in_steps is not None:
-            self.add(other.num_in_steps, other.in_steps)
+        if other.int32_sum is not None:
+            self.add(other.num_in_int32_sum, other.int32_sum)
         if other.total is not None:
             self._add_whole(other.total)
 
@@ -213,23 +213,23 @@ class ThreadSum:
         if isinstance(trained.step, tuple):
             self._add_whole(trained.total)
             return
-        before = self.in_steps
+        before = self.int32_sum
         if before is not None and (
-            self.num_in_steps + count > records.MOST_IN_STEPS
+            self.num_in_int32_sum + count > bounded_sums.MAX_INT32_CLIENTS
             or before.step != trained.step
         ):
             self.convert()
             before = None
         if before is not None:
             trained = trained._replace(total=_add_in_place(before.total, trained.total))
-        self.in_steps = trained
-        self.num_in_steps += count
+        self.int32_sum = trained
+        self.num_in_int32_sum += count
 
     def convert(self) -> CohortSum | None:
         """Returns the sum of all clients, with its update in float64."""
-        if self.in_steps is not None:
-            self._add_whole(self.in_steps.whole())
-            self.in_steps, self.num_in_steps = None, 0
+        if self.int32_sum is not None:
+            self._add_whole(self.int32_sum.whole())
+            self.int32_sum, self.num_in_int32_sum = None, 0
         return self.total
 
     def _add_whole(self, total: CohortSum) -> None:
@@ -275,7 +275,7 @@ class UpdateSpec:
 
     def require(self, update: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns an update's tensors; raises ValueError if one has another shape."""
-        return records.as_tensors(update, like=self.variables)
+        return bounded_sums.as_tensors(update, like=self.variables)
 
     def unflatten(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Splits a flat vector [D] into the tensors of an update."""
@@ -399,7 +399,9 @@ class PendingRound:
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds a contribution that was not trained here (a canary's)."""
         first = self.sums[0]
-        self.sums[0] = first._replace(contribution=records.add(first.contribution, one))
+        self.sums[0] = first._replace(
+            contribution=bounded_sums.add(first.contribution, one)
+        )
 
 
 class Executor(Protocol):

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.mechanisms import cohort_query, records
+from tfdp_fl.mechanisms import bounded_sums, cohort_query
 
 _activations, _layers = tf.keras.activations, tf.keras.layers
 _losses, _metrics = tf.keras.losses, tf.keras.metrics
@@ -161,7 +161,7 @@ _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
 # Products of up to this many elements are computed for all clients at once, larger
 # ones one after another, so that they stay in the processor's cache.
-AT_ONCE = 2**15
+MAX_BATCHED_ELEMENTS = 2**15
 
 # The numbers that a client computes in a layer that is not narrow.
 _NARROW = 64
@@ -230,9 +230,11 @@ def worthwhile_steps(kernels: Kernels, batch: int) -> list[int]:
     if rounding_share(num_weights(kernels)) > LARGEST_SHARE:
         return []
     largest = max(kernels, key=math.prod)
-    most = 2 * math.prod(largest)
+    max_numbers = 2 * math.prod(largest)
     return [
-        steps for steps in PROGRAM_STEPS if 3 * steps * batch * sum(largest) <= most
+        steps
+        for steps in PROGRAM_STEPS
+        if 3 * steps * batch * sum(largest) <= max_numbers
     ]
 
 
@@ -262,7 +264,8 @@ def rounding_share(num_weights: int) -> float:
     """Returns the fraction of a clip that rounding to whole steps may take.
 
     Rounding to the nearest moves each of D coordinates by at most half a step, and a
-    step is at most S 2^-20 (`records`). In L2 norm, that is at most sqrt(D) 2^-21 S.
+    step is at most S 2^-20 (`bounded_sums`). In L2 norm, that is at most sqrt(D) 2^-21
+    S.
     """
     return math.sqrt(num_weights) * 2.0**-21
 
@@ -287,18 +290,20 @@ def widths(kernels: Kernels, steps: int, batch: int) -> list[int]:
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
     factors = 4 * sum(map(sum, kernels)) * steps * batch
     sizes = map(math.prod, kernels)
-    products = 4 * max((size for size in sizes if size <= AT_ONCE), default=0)
+    products = 4 * max(
+        (size for size in sizes if size <= MAX_BATCHED_ELEMENTS), default=0
+    )
     one = max(_FACTOR_COPIES * factors, factors + products)
-    most = min(records.MOST_IN_STEPS, int(budget // one))
+    max_width = min(bounded_sums.MAX_INT32_CLIENTS, int(budget // one))
     found: list[int] = []
     width = max(2, -(-_FEWEST_ROWS // batch))
     if width * one <= 2 * budget:
-        most = max(most, min(width, records.MOST_IN_STEPS))
+        max_width = max(max_width, min(width, bounded_sums.MAX_INT32_CLIENTS))
     is_narrow = steps * batch * min(columns for _, columns in kernels) < _NARROW
     while True:
         unit = 2 ** max(0, width.bit_length() - (3 if is_narrow else 5))
         width = -(-width // unit) * unit
-        if width > most:
+        if width > max_width:
             return found
         found.append(width)
         width += 1

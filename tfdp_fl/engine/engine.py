@@ -7,7 +7,7 @@ The path of a client's update from the dataset to the released model:
         CohortPrograms            the compiled program: trains clients one by one
                                   (or side by side, or in batches):
             Trainer                 start; step, repeatedly; update
-            algorithm               make_record (clip); records.add
+            algorithm               make_contribution (clip); bounded_sums.add
         PendingRound.add        adds up what the programs return
       complete                  DeferredClipping, if each client's update is kept
     release                     Release: algorithm.release (noise, mean),
@@ -65,7 +65,7 @@ class CohortEngine:
       device: The device that holds the model's weights and computes everything.
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
-      collects_records: Whether to return each client's contribution separately.
+      collects_contributions: Whether to return each client's contribution separately.
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
@@ -87,7 +87,7 @@ class CohortEngine:
         element_spec: nests.ElementSpec,
         aggregate_non_trainable: bool = True,
         between_client_variance: bool = False,
-        collect_records: bool = False,
+        collect_contributions: bool = False,
         max_parallel_clients: int | None = None,
         batch_size: int = 1,
     ):
@@ -104,7 +104,8 @@ class CohortEngine:
           element_spec: `(features, labels)` specs of one example.
           aggregate_non_trainable: Whether clients upload non-trainable state.
           between_client_variance: Whether to compute Geyer's V_c and U_s.
-          collect_records: Whether to return each client's contribution separately.
+          collect_contributions: Whether to return each client's contribution
+            separately.
           max_parallel_clients: Clients trained at once; None: one per core.
           batch_size: The usual batch size, which decides whether XLA is used.
 
@@ -112,7 +113,7 @@ class CohortEngine:
           ValueError: Information could pass from one client to the next; or the
             model, the training and the mechanism are incompatible.
         """
-        self.collects_records = collect_records
+        self.collects_contributions = collect_contributions
         self.device = devices.device_of(model)
         self.max_parallel_clients = (
             max_parallel_clients or devices.default_parallel_clients(self.device)
@@ -143,7 +144,7 @@ class CohortEngine:
                 _seed_hook(training.broadcast_hook), autograph=False
             )
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
-        keeps_updates = collect_records or self.query.two_phase
+        keeps_updates = collect_contributions or self.query.two_phase
         kernels = None
         self._numeric_options = devices.numeric_options()
         self._is_supported = functools.partial(
@@ -163,12 +164,12 @@ class CohortEngine:
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
-            sums_in_steps=(
+            allows_int32_sums=(
                 not (keeps_updates or between_client_variance)
                 and self._may_add_in_steps(training)
             ),
             fits=self.fits,
-            at_once=devices.clients_per_call(
+            batched_clients=devices.clients_per_call(
                 self.device, model, self.update_spec.size, batch_size
             ),
         )
@@ -191,7 +192,7 @@ class CohortEngine:
             self.query, self.server, release.MetricResults(trainer.metric_results)
         )
         self._is_prepared = False
-        if self.layout.at_once is not None or kernels is None:
+        if self.layout.batched_clients is not None or kernels is None:
             # (`supports` has already checked models that train side by side.)
             with tf.device(self.device):
                 self._trace_one_by_one()
@@ -199,13 +200,13 @@ class CohortEngine:
 
     def _threads(self, strategy: layout.Strategy, batch: int) -> int | None:
         """Returns `program.Program.threads` for a strategy and a batch size."""
-        calls = self.layout.calls_at_once(
+        calls = self.layout.parallel_calls(
             strategy, batch, self._usual_cohort, self.max_parallel_clients
         )
         return devices.threads_per_call(self.device, calls)
 
     def _may_add_in_steps(self, training: trainer_lib.Training) -> bool:
-        """Returns whether records may be added up in int32 (`records.to_steps`)."""
+        """Returns whether int32 may add contributions up (`bounded_sums.to_int32`)."""
         mechanism, size = self.query.mechanism, self.update_spec.size
         return (
             "CPU" in self.device
@@ -228,7 +229,7 @@ class CohortEngine:
         z, m = query.mechanism.noise_multiplier_at(0), query.context.cohort_size(0)
         part = self.layout.one_by_one(nobody, is_fine(z, m))[0]
         program = self.programs.program(received, part)
-        if self.layout.at_once is not None:
+        if self.layout.batched_clients is not None:
             refused = allowed_operations.find_unbatchable(program.definition)
             if refused:
                 self._give_up_batches(f"{', '.join(refused)} cannot be batched")
@@ -239,7 +240,7 @@ class CohortEngine:
 
     def _give_up_batches(self, reason: str) -> None:
         """Makes clients train one by one, not in batches, from now on."""
-        self.layout = dataclasses.replace(self.layout, at_once=None)
+        self.layout = dataclasses.replace(self.layout, batched_clients=None)
         self._fallback = f", not in batches: {reason}"
 
     @property
@@ -255,10 +256,10 @@ class CohortEngine:
     @property
     def executor(self) -> str:
         """Describes to users how clients train here, from public facts only."""
-        if self.layout.at_once is not None:
+        if self.layout.batched_clients is not None:
             place = tf.DeviceSpec.from_string(self.device)
             where = f"{place.device_type}:{place.device_index or 0}"
-            return f"batches of {self.layout.at_once} clients on {where}"
+            return f"batches of {self.layout.batched_clients} clients on {where}"
         how = layout.ONE_BY_ONE
         if self.layout.kernels is not None:
             how = "side by side where they have few examples"
@@ -278,10 +279,10 @@ class CohortEngine:
         A call trains the same made-up client, with made-up weights, in every place. All
         results must agree to the last bit, between places and with the reference (the
         first of two widths that agree): the inputs and gradients of each row, the norms
-        (of which few bits reach a record), and the sum. Some processors compute the
-        last rows of a product, or many rows, differently from others. Then at least one
-        number in ten differs, so the clients made up have `_COMPARED` numbers in the
-        narrowest layer.
+        (of which few bits reach a contribution), and the sum. Some processors compute
+        the last rows of a product, or many rows, differently from others. Then at least
+        one number in ten differs, so the clients made up have `_COMPARED` numbers in
+        the narrowest layer.
 
         Args:
           strategy: The program's.
@@ -475,8 +476,10 @@ class CohortEngine:
                         (train_chunk or self.train_chunk)(pending, chunk)
                 except _NoRoomError:
                     # For this many clients at once. The whole round starts again.
-                    smaller = max(1, (self.layout.at_once or 1) // 2)
-                    self.layout = dataclasses.replace(self.layout, at_once=smaller)
+                    smaller = max(1, (self.layout.batched_clients or 1) // 2)
+                    self.layout = dataclasses.replace(
+                        self.layout, batched_clients=smaller
+                    )
                     continue
                 self.complete(pending)
                 return pending
@@ -537,7 +540,7 @@ class CohortEngine:
                 except program_lib.CLIENT_ERRORS as error:
                     no_room = isinstance(error, tf.errors.ResourceExhaustedError)
                     batched = part.strategy.kind == layout.BATCHED
-                    if no_room and batched and self.layout.at_once != 1:
+                    if no_room and batched and self.layout.batched_clients != 1:
                         raise _NoRoomError from error
                     raised.append(part)
                 else:  # An error in here ends the round: some may be in the sum.
@@ -607,10 +610,10 @@ class CohortEngine:
                 return
         if any(strategy.xla for strategy in strategies):
             self._check_compiles(batch)
-        record = self.query.initial_sample_state(self.update_spec.variables)
-        record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
+        nothing = self.query.initial_sample_state(self.update_spec.variables)
+        nothing = tf.nest.map_structure(tf.TensorSpec.from_tensor, nothing)
         total = next(iter(self.programs.traced.values())).results.total
-        total = total._replace(contribution=record)
+        total = total._replace(contribution=nothing)
         self._release.trace(total, release.with_variables(pending.state))
         self._is_prepared = True
 
@@ -707,7 +710,7 @@ class CohortEngine:
         if self._later_clip is None:
             return
         clipped = self._later_clip(pending)
-        if self.collects_records:
+        if self.collects_contributions:
             pending.collected = list(clipped)
             return
         update = tf.zeros([self.update_spec.size], tf.float64)
@@ -724,7 +727,7 @@ class CohortEngine:
 
         Args:
           pending: The round.
-          update: Float64 [D], the exact sum of the flattened records.
+          update: Float64 [D], the exact sum of the flattened contributions.
           scalars: Float64 [n], the sum of `Contribution.scalars`.
         """
         with tf.device(self.device):
@@ -751,7 +754,7 @@ class CohortEngine:
     # Second half: release.
 
     def release(
-        self, pending: cohort.PendingRound, paid: accounting.Charge
+        self, pending: cohort.PendingRound, paid: accounting.Receipt
     ) -> tuple[contribution.RoundState, dict[str, float]]:
         """Adds the noise, divides, and updates the model.
 
@@ -764,7 +767,7 @@ class CohortEngine:
           by name.
         """
         with keras_versions.moving_weights, tf.device(self.device):
-            return self._release(pending, paid.use())
+            return self._release(pending, paid.redeem())
 
 
 class _NoRoomError(Exception):
@@ -849,7 +852,7 @@ _LEAST_COARSE_NOISE = 2.0**-10
 
 
 def needs_fine_grid(pending: cohort.PendingRound) -> bool:
-    """Returns whether a round's records need the finer grid of float64 sums."""
+    """Returns whether a round's contributions need the finer grid of float64 sums."""
     inputs = pending.inputs
     return is_fine(inputs.noise_multiplier, inputs.clients_per_round)
 

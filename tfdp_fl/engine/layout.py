@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import cohort, dense_models, program
-from tfdp_fl.mechanisms import records
+from tfdp_fl.mechanisms import bounded_sums
 
 # The most bytes of data and row numbers in a chunk of several clients, and of updates
 # awaiting a joint clip in one call of a compiled function.
@@ -143,9 +143,9 @@ def _shuffled(
 ) -> Iterator[np.ndarray]:
     """Yields one client's rows for all epochs, each in a random order, in parts."""
     random = np.random.Generator(generator).random
-    at_once = max(1, _MAX_SHUFFLED_ROWS // max(1, len(rows)))
-    for done in range(0, epochs, at_once):
-        draws = random((min(at_once, epochs - done), len(rows)))
+    epochs_per_draw = max(1, _MAX_SHUFFLED_ROWS // max(1, len(rows)))
+    for done in range(0, epochs, epochs_per_draw):
+        draws = random((min(epochs_per_draw, epochs - done), len(rows)))
         yield rows[draws.argsort(axis=1)].ravel()
 
 
@@ -188,7 +188,7 @@ class Strategy(NamedTuple):
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
       num_steps: Side by side only: one of `dense_models.PROGRAM_STEPS`.
       fine: Whether records are rounded to the finer grid, for float64 sums, instead
-        of the coarser one, for int32 sums (`records`).
+        of the coarser one, for int32 sums (`bounded_sums`).
       xla: Whether XLA compiles it; each call then trains one client with full batches.
     """
 
@@ -245,8 +245,8 @@ class Layout:
         compiles up to four programs (see `gather`), which takes longer than it saves
         in the first hundred rounds of a small model. Compiling in the background would
         let the machine's speed decide a client's bits.
-      at_once: How many clients train as one batched program; None: no batching.
-      sums_in_steps: Whether clients that train one by one may be added up in int32.
+      batched_clients: How many clients train as one batched program; None: no batching.
+      allows_int32_sums: Whether clients that train one by one may be added up in int32.
       fits: Takes a strategy, a batch size and a width (a number of clients from
         `dense_models.widths`). Returns whether that side-by-side program gives a client
         the same bits in every place as the other widths do on this machine.
@@ -256,8 +256,8 @@ class Layout:
     kernels: dense_models.Kernels | None = None
     collected_bytes: int | None = None
     xla: bool = False
-    at_once: int | None = None
-    sums_in_steps: bool = False
+    batched_clients: int | None = None
+    allows_int32_sums: bool = False
     fits: Callable[[Strategy, int, int], bool] = lambda strategy, batch, width: True
 
     def read(
@@ -362,7 +362,7 @@ class Layout:
           One to `num_groups` groups. A group's parts train one after another, each
           with bounded memory.
         """
-        if self.at_once is not None:
+        if self.batched_clients is not None:
             return [self.batches(clients)]
         step_counts = self.step_counts(clients, fine)
         is_large = dense_models.is_large(self.kernels or ())
@@ -385,8 +385,8 @@ class Layout:
         places = np.flatnonzero(step_counts == 0)
         if len(places) or not work:
             alone = select(clients, places)
-            most = self._most_collected or self._most_in_steps(fine)
-            shares = split(alone, num_groups, most, loads)
+            limit = self._max_collected or self._max_clients_per_int32_sum(fine)
+            shares = split(alone, num_groups, limit, loads)
             for group, tables in zip(groups, shares, strict=True):
                 for table in tables:
                     group += self.one_by_one(table, fine)
@@ -399,7 +399,7 @@ class Layout:
           batch: B, the examples in a step.
           fine: See `Strategy`.
         """
-        if self.at_once is not None:
+        if self.batched_clients is not None:
             return [Strategy(BATCHED)]
         found = [self._one_by_one(fine)]
         if self.xla:
@@ -416,7 +416,7 @@ class Layout:
         """Returns whether clients may train so, for some batch size and grid."""
         if strategy.kind == SIDE_BY_SIDE:
             return self.kernels is not None
-        return (strategy.kind == BATCHED) == (self.at_once is not None)
+        return (strategy.kind == BATCHED) == (self.batched_clients is not None)
 
     def step_counts(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
         """Returns the number of steps of each client's side-by-side program, int [K].
@@ -440,7 +440,7 @@ class Layout:
         """Splits clients with equal programs into parts that train side by side."""
         strategy = Strategy(SIDE_BY_SIDE, num_steps, fine)
         batch, count = len(clients.batch), int(clients.num_clients)
-        wanted = self.calls_at_once(strategy, batch, count, num_groups)
+        wanted = self.parallel_calls(strategy, batch, count, num_groups)
         possible = dense_models.widths(self.kernels or (), num_steps, batch)
         tables = max(1, min(wanted, count // possible[0]), -(-count // possible[-1]))
         while True:
@@ -450,8 +450,8 @@ class Layout:
             tables += 1  # That width does not fit this machine; smaller ones do.
         return [self.part(strategy, select(clients, own)) for own in places]
 
-    def calls_at_once(
-        self, strategy: Strategy, batch: int, count: int, most: int
+    def parallel_calls(
+        self, strategy: Strategy, batch: int, count: int, max_calls: int
     ) -> int:
         """Returns how many calls of a program train clients at the same time.
 
@@ -459,7 +459,7 @@ class Layout:
           strategy: The program's.
           batch: B, the examples in a step.
           count: How many clients it trains.
-          most: How many calls there may be.
+          max_calls: How many calls there may be.
         """
         kernels = self.kernels or ()
         examples = count * strategy.num_steps * batch
@@ -467,7 +467,7 @@ class Layout:
             dense_models.is_large(kernels) or dense_models.is_small(kernels, examples)
         ):
             return 1
-        return max(1, min(count, most))
+        return max(1, min(count, max_calls))
 
     def _widths(self, strategy: Strategy, batch: int, count: int) -> Iterator[int]:
         """Yields the widths that fit and hold `count` clients, in ascending order."""
@@ -487,23 +487,23 @@ class Layout:
         return Part(strategy, clients)
 
     @property
-    def _most_collected(self) -> int | None:
+    def _max_collected(self) -> int | None:
         """The most clients whose updates one call may keep; None: no limit."""
         if self.collected_bytes is None:
             return None
         return max(1, CHUNK_BYTES // self.collected_bytes)
 
     def _one_by_one(self, fine: bool) -> Strategy:
-        return Strategy(ONE_BY_ONE, fine=fine or not self.sums_in_steps)
+        return Strategy(ONE_BY_ONE, fine=fine or not self.allows_int32_sums)
 
-    def _most_in_steps(self, fine: bool) -> int | None:
+    def _max_clients_per_int32_sum(self, fine: bool) -> int | None:
         """The most clients whose sum int32 holds; None: it is in float64."""
-        return None if self._one_by_one(fine).fine else records.MOST_IN_STEPS
+        return None if self._one_by_one(fine).fine else bounded_sums.MAX_INT32_CLIENTS
 
     @property
     def clients_in_batch(self) -> int:
         """The number of clients in every batched program, padding included."""
-        return int(min(self.at_once or 1, self._most_collected or math.inf))
+        return int(min(self.batched_clients or 1, self._max_collected or math.inf))
 
     def batches(self, clients: ClientTable) -> list[Part]:
         """Splits clients into parts that train as batched programs; at least one part.
@@ -600,7 +600,7 @@ def in_chunks(
     clients: Iterable[tuple[int, int, _Item]],
     make: Callable[[list[_Item]], _Made],
     failures: list[ClientFailure],
-    most: float = math.inf,
+    max_clients: float = math.inf,
 ) -> Iterator[_Made]:
     """Yields chunks of at most `CHUNK_BYTES` or of one client; at least one chunk.
 
@@ -610,7 +610,7 @@ def in_chunks(
       clients: Yields each client's position, its size in bytes, and what `make` needs.
       make: Makes the chunk of some clients, perhaps of none.
       failures: Each client that is too large for the memory by itself is added here.
-      most: The most clients in a chunk.
+      max_clients: The most clients in a chunk.
     """
 
     def made(held: list[tuple[int, _Item]]) -> _Made:
@@ -628,7 +628,7 @@ def in_chunks(
     held: list[tuple[int, _Item]] = []
     num_bytes = 0
     for position, own, item in clients:
-        if held and (num_bytes + own > CHUNK_BYTES or len(held) >= most):
+        if held and (num_bytes + own > CHUNK_BYTES or len(held) >= max_clients):
             yield made(held)
             held, num_bytes = [], 0
         held.append((position, item))

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, layers
-from tfdp_fl.mechanisms import contribution, records
+from tfdp_fl.mechanisms import bounded_sums, contribution
 
 # Smaller tables are faster whole.
 _MIN_ELEMENTS = 2**16
@@ -250,24 +250,24 @@ def accumulate(
     lookups: tuple[Lookup, ...],
     table_rows: list[tf.Tensor],
     total: contribution.Contribution,
-    record: contribution.Contribution,
+    own: contribution.Contribution,
 ) -> contribution.Contribution:
     """Adds a client's contribution, with its small tables, to a sum."""
     if not lookups:
-        return records.add(total, record)
+        return bounded_sums.add(total, own)
     rows_by_weight = {
         lookup.weight: rows for lookup, rows in zip(lookups, table_rows, strict=True)
     }
     whole_tables = [k for k in range(len(total.update)) if k not in rows_by_weight]
-    added = records.add(
+    added = bounded_sums.add(
         *(
             nest._replace(update=[nest.update[k] for k in whole_tables])
-            for nest in (total, record)
+            for nest in (total, own)
         )
     )
     update = dict(zip(whole_tables, added.update, strict=True))
     for k, rows in rows_by_weight.items():
-        table, part = total.update[k], record.update[k]
+        table, part = total.update[k], own.update[k]
         update[k] = tf.tensor_scatter_nd_add(
             table, rows[:, None], tf.cast(part, table.dtype)
         )

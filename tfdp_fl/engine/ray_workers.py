@@ -103,7 +103,7 @@ class ShardedCohorts:
             local,
             kernels=local.kernels if self._float32_products else None,
             xla=False,
-            at_once=None,
+            batched_clients=None,
             fits=functools.partial(self._engine.fits, trials=self._trials),
         )
 

@@ -202,13 +202,13 @@ class Release:
 
         Args:
           pending: The round.
-          paid: The noise multiplier that was paid for, from `Charge.use`.
+          paid: The noise multiplier that was paid for, from `Receipt.redeem`.
         """
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
         if self.query.mechanism.trust_model == TrustModel.CENTRAL:
-            charged = self.query.paid_for(
+            charged = self.query.paid_mu_squared(
                 paid, inputs.clients_per_round, inputs.noise_multiplier
             )
         pending.sums = [functools.reduce(cohort.CohortSum.plus, pending.sums)]
@@ -223,12 +223,12 @@ class Release:
         self.trace(pending.sums[0], state)
         traced, total = self._traced[0], pending.sums[0]
         after, values = nests.pack(traced.structured_outputs, _call_flat(traced, flat))
-        memory = tf.nest.map_structure(
+        noise_state = tf.nest.map_structure(
             lambda old, new: old if isinstance(old, tf.Variable) else new,
-            state.memory,
-            after.memory,
+            state.noise_state,
+            after.noise_state,
         )
-        state = after._replace(memory=memory)
+        state = after._replace(noise_state=noise_state)
         *logged, fills = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))
         logs |= self.metric_results(total.metrics, total.examples)
@@ -329,7 +329,7 @@ _LARGE = 2**16
 
 
 def with_variables(state: contribution.RoundState) -> contribution.RoundState:
-    """Returns a state with variables for the large buffers of its memory.
+    """Returns a state with variables for the large buffers of its noise state.
 
     A release overwrites them one by one. Otherwise, the buffers before and after a
     round would take memory at the same time.
@@ -343,7 +343,9 @@ def with_variables(state: contribution.RoundState) -> contribution.RoundState:
             return leaf
         return tf.Variable(leaf, trainable=False)
 
-    return state._replace(memory=tf.nest.map_structure(variable, state.memory))
+    return state._replace(
+        noise_state=tf.nest.map_structure(variable, state.noise_state)
+    )
 
 
 def _spec_of(leaf: nests.Nest) -> tf.TensorSpec:
@@ -490,7 +492,7 @@ class DeferredClipping:
         state, params = set_clip(
             self._tensors(pending.state), seed, tf.constant(norms[answered])
         )
-        pending.state = state._replace(memory=pending.state.memory)
+        pending.state = state._replace(noise_state=pending.state.noise_state)
         windows = self._windows(pending)
         for members, rows in pending.collected:
             keys = pending.inputs.positions[members].astype(np.int64)
@@ -548,7 +550,7 @@ class DeferredClipping:
             update, scalars, key, window = arguments
             client_seed = noise.fold_in(seed, key)
             with noise.use_seed(noise.fold_in(client_seed, 0)):
-                one = algorithm.make_record(
+                one = algorithm.make_contribution(
                     self._query,
                     params,
                     self._spec.unflatten(update),

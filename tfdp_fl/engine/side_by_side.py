@@ -41,7 +41,7 @@ from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, dense_models, layout
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.mechanisms import cohort_query, contribution, records
+from tfdp_fl.mechanisms import bounded_sums, cohort_query, contribution
 from tfdp_fl.mechanisms.contribution import RoundState
 
 # TensorFlow computes a tensor's last elements differently if they do not fill a
@@ -288,8 +288,9 @@ class GhostClipping:
       trainer: Holds the model, the loss and the metrics.
       query: The mechanism's query, which only scales updates.
       steps: S; clients with fewer steps idle at the end.
-      fine: Whether records are rounded to the fine grid of float64 sums (`records`).
-        Otherwise, it is that of int32 sums, which takes half the time.
+      fine: Whether records are rounded to the fine grid of float64 sums
+        (`bounded_sums`). Otherwise, it is that of int32 sums, which takes half the
+        time.
     """
 
     trainer: trainer_lib.Trainer
@@ -342,7 +343,7 @@ class GhostClipping:
         clipped, norms = self._clip_and_sum(received, layers, table)
         total = total._replace(contribution=clipped)
         bits = _bits_of(norms, layers, received.returns_bits)
-        step = () if self.fine else self.query.coarse_step(received.params)
+        step = () if self.fine else self.query.coarse_grid_step(received.params)
         return cohort.Trained(total, cohort.PerClient(), step, bits)
 
     def _count(
@@ -492,17 +493,19 @@ class GhostClipping:
         # The scale is rounded too, and so is each factor when multiplied by it.
         norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
-        clients = self.query.record_of_norm(
+        clients = self.query.contributions_of_norms(
             tf.where(usable, norm, 0.0),
             usable,
             params,
             self.query.client_weight(table.num_examples),
         )
-        if not self.fine:  # Keep each record within the bound after rounding, too.
+        if (
+            not self.fine
+        ):  # Keep each contribution within the bound after rounding, too.
             kernels = tuple(layer.shape for layer in layers)
             share = dense_models.rounding_share(dense_models.num_weights(kernels))
-            most = self.query.l2_norm_bound(params) * (1 - share) / norm
-            clients = clients._replace(update=tf.minimum(clients.update, most))
+            limit = self.query.l2_norm_bound(params) * (1 - share) / norm
+            clients = clients._replace(update=tf.minimum(clients.update, limit))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # With a NaN learning rate no client is usable, and every update becomes zero.
@@ -537,12 +540,12 @@ class GhostClipping:
         """Returns the exact sum of the clients' rounded products X^T D.
 
         Each product is computed separately, so that a client's does not depend on the
-        others. S bounds every record's norm (`l2_norm_bound`, whatever the clip).
+        others. S bounds every contribution's norm (`l2_norm_bound`, whatever the clip).
         Let c = 1.5 2^k with 2^k > 4 S. For |r| <= 2 S, the float32 number r + c lies
         between 2^k and 2^(k + 1). Its bits, read as an integer, are those of c plus
         an integer of at most 2^21: r in steps of 2^(k - 23) <= S 2^-20, rounded. Int32
-        holds the sum of such integers for 512 clients (`MOST_IN_STEPS`). (The bits of c
-        overflow, but are subtracted again.)
+        holds the sum of such integers for 512 clients (`MAX_INT32_CLIENTS`). (The bits
+        of c overflow, but are subtracted again.)
 
         Args:
           x: Float32 [K, n, a].
@@ -554,17 +557,17 @@ class GhostClipping:
         """
         shape = [x.shape[-1], d.shape[-1]]
         if self.fine:
-            step = self.query.grid_step(params)
+            step = self.query.fine_grid_step(params)
             dtype = tf.float64
 
             def as_numbers(product: tf.Tensor) -> tf.Tensor:
-                return tf.cast(records.to_grid([product], step)[0], tf.float64)
+                return tf.cast(bounded_sums.to_grid([product], step)[0], tf.float64)
 
             def as_sum(total: tf.Tensor) -> tf.Tensor:
                 return total
 
         else:
-            offset = self.query.coarse_step(params) * (1.5 * 2.0**23)
+            offset = self.query.coarse_grid_step(params) * (1.5 * 2.0**23)
             dtype = tf.int32
 
             def as_numbers(product: tf.Tensor) -> tf.Tensor:
@@ -574,7 +577,7 @@ class GhostClipping:
                 return total - count * tf.bitcast(offset, tf.int32)
 
         count = tf.shape(x)[0]
-        if math.prod(shape) <= dense_models.AT_ONCE:
+        if math.prod(shape) <= dense_models.MAX_BATCHED_ELEMENTS:
             numbers = as_numbers(tf.matmul(x, d, transpose_a=True))
             return as_sum(tf.reduce_sum(numbers, axis=0))
 

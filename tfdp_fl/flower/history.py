@@ -1,7 +1,7 @@
 """The charged rounds, their cost, and what the budget still allows.
 
-For correlated noise, also the state on which later rounds depend: its memory, and which
-clients took part in which round.
+For correlated noise, also the state on which later rounds depend: its noise state, and
+which clients took part in which round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 if TYPE_CHECKING:
-    from tfdp_fl.mechanisms.contribution import Memory
+    from tfdp_fl.mechanisms.contribution import NoiseStateLike
 
 # Returns the name of the client that a node belongs to.
 ClientOf = Callable[[int], str | int]
@@ -148,7 +148,7 @@ class RoundHistory:
             self.charged[-1], num_replies=num_replies, is_released=True
         )
 
-    def charge(self, charged: ChargedRound) -> accounting.Charge:
+    def charge(self, charged: ChargedRound) -> accounting.Receipt:
         """Charges a round, first in the ledger; returns the receipt.
 
         An abandoned round is charged even beyond the budget, because what it reveals
@@ -192,7 +192,7 @@ class CorrelatedNoiseState:
     Attributes:
       client_of: Returns the name of a node's client; None if every node is a client.
       record: Records which clients took part in which round.
-      memory: The memory of the noise; None before the first round.
+      noise_state: The noise state; None before the first round.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class CorrelatedNoiseState:
             raise TypeError(f"client_of must be a function or None, got {client_of!r}.")
         self.client_of = client_of
         self.record = mechanism.participation_record()
-        self.memory: Memory = None
+        self.noise_state: NoiseStateLike = None
         self._mechanism = mechanism
         # Each node's client when the round's clients were drawn.
         self._names: dict[Hashable, str | int] = {}
@@ -225,25 +225,27 @@ class CorrelatedNoiseState:
         return eligible, len(by_client)
 
     def begin(self, model: Sequence[np.ndarray]) -> None:
-        """Creates the memory (zeros) for a model in the first round.
+        """Creates the noise state (zeros) for a model in the first round.
 
         Raises:
           ValueError: The model's shapes differ from those in earlier rounds.
         """
         shapes = tuple(array.shape for array in model)
-        if self.memory is None:
-            self.memory = self._mechanism.init_noise_state(
+        if self.noise_state is None:
+            self.noise_state = self._mechanism.init_noise_state(
                 mechanisms.PrivacyContext(clients_per_round=1, shapes=shapes)
             )
-        memory_shapes = tuple(tuple(b.shape[1:]) for b in self.memory.buffers)
-        if shapes != memory_shapes:
+        state_shapes = tuple(tuple(b.shape[1:]) for b in self.noise_state.buffers)
+        if shapes != state_shapes:
             raise ValueError(
                 "The wrapped strategy must send a model of the same shapes in "
-                f"every round, {memory_shapes}, because the noise is correlated across "
+                f"every round, {state_shapes}, because the noise is correlated across "
                 f"rounds, got {shapes}."
             )
 
-    def record_round(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
-        """Stores the memory after a round, and records which nodes were in its sum."""
+    def record_round(
+        self, noise_state: NoiseStateLike, nodes: Iterable[Hashable]
+    ) -> None:
+        """Stores a round's noise state, and which nodes were in its sum."""
         self.record.add([self._names[node] for node in nodes])
-        self.memory = memory
+        self.noise_state = noise_state

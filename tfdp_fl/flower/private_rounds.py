@@ -71,7 +71,7 @@ class PrivateRounds:
     # were asked).
     _open_round: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
     # The receipt for the open round, if it was charged before clients were asked.
-    _paid: accounting.Charge | None = None
+    _paid: accounting.Receipt | None = None
     # How far SecAgg+ may round a coordinate of one update; None without SecAgg+.
     _secagg_step: float | None = None
 
@@ -183,7 +183,7 @@ class PrivateRounds:
                 mechanism.round_event(index, self._context)
                 for index in range(rounds or 1)
             )
-            kinds = {self._participation.charge(event) for event in set(events)}
+            kinds = {self._participation.cost(event) for event in set(events)}
             accountant = accounting.select_accountant(kinds)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         self._accountant = accountant
@@ -350,7 +350,7 @@ class PrivateRounds:
             index = self._correlation.record.released
         rounds, context = range(index, index + ahead), self._context
         events = (self.mechanism.round_event(t, context) for t in rounds)
-        costs = [*map(participation.charge, events)]
+        costs = [*map(participation.cost, events)]
         if self._sampling == Sampling.RANDOM_ALLOCATION:  # Charged pass by pass.
             length = participation.rounds_per_pass
             passes = (costs[k : k + length] for k in range(0, ahead, length))
@@ -377,8 +377,8 @@ class PrivateRounds:
             "population_stated": has_random_size,
             "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
             "clients_excluded": self.on_client_failure == "exclude",
-            "rounds_may_be_abandoned": self._participation.charge_if_abandoned,
-            "noised_updates_charged": not self._participation.charge_if_abandoned
+            "rounds_may_be_abandoned": self._participation.is_charged_if_abandoned,
+            "noised_updates_charged": not self._participation.is_charged_if_abandoned
             and self._charges_first,
             "cohort_redrawn": self._participation.draws_depend_on_each_other,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
@@ -428,7 +428,7 @@ class PrivateRounds:
         cannot be taken back.
         """
         noised = self.mechanism.noise_site == NoiseSite.CLIENT
-        return noised or self._participation.charge_if_abandoned
+        return noised or self._participation.is_charged_if_abandoned
 
     # A round.
 
@@ -506,7 +506,7 @@ class PrivateRounds:
             share = math.sqrt(size) * self._secagg_step
             enlargement = 1 + (share / self.clip_norm if self.clip_norm else math.inf)
             event = dp_accounting.GaussianDpEvent(z / enlargement)
-        charge = dataclasses.replace(self._participation, **pass_fields).charge(event)
+        charge = dataclasses.replace(self._participation, **pass_fields).cost(event)
         plan = history.ChargedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
             self._stop_before(server_round)
@@ -714,7 +714,7 @@ class _Server:
 
     def charge(
         self, configured: sums.ConfiguredRound, collected: sums.Collected | None = None
-    ) -> accounting.Charge:
+    ) -> accounting.Receipt:
         """See `algorithm.Server`: the charge is on disk before anyone sees a result."""
         # As charged before any client is asked; the other cases follow.
         changes: Json = {"num_replies": None, "is_released": False}
@@ -736,17 +736,17 @@ class _Server:
         self,
         configured: sums.ConfiguredRound,
         collected: sums.Collected,
-        paid: accounting.Charge,
+        paid: accounting.Receipt,
     ) -> sums.Outcome:
         """See `algorithm.Server`."""
         rounds, correlation = self.rounds, self.rounds._correlation
         rounds._open_round = None, None  # If this raises, nothing was updated.
         rounds._history.mark_released(collected.num_replies)
-        memory = () if correlation is None else correlation.memory
-        outcome = sums.release(configured, collected, paid, memory)
+        noise_state = () if correlation is None else correlation.noise_state
+        outcome = sums.release(configured, collected, paid, noise_state)
         if correlation is not None:
             nodes = [configured.clients[client] for client in self.clients]
-            correlation.record_round(outcome.memory, nodes)
+            correlation.record_round(outcome.noise_state, nodes)
         rounds.discarded_updates += collected.discarded
         rounds.clip_norm = outcome.next_clip_norm
         return outcome

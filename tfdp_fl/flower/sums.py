@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flwr.common import Parameters
     from flwr.server.client_proxy import ClientProxy
 
-    from tfdp_fl.mechanisms.contribution import Memory
+    from tfdp_fl.mechanisms.contribution import NoiseStateLike
 
 # The clip that clients are sent if the server clips for them.
 NO_CLIP = 1e30
@@ -118,12 +118,12 @@ class Outcome(NamedTuple):
     Attributes:
       model: w plus the noisy mean of the updates, in the dtypes of w.
       next_clip_norm: S of the next round.
-      memory: the memory of correlated noise after the round; () without one.
+      noise_state: the state of correlated noise after the round; () without one.
     """
 
     model: list[np.ndarray]
     next_clip_norm: float
-    memory: Memory = ()
+    noise_state: NoiseStateLike = ()
 
 
 def resolve_non_negative(non_negative: NonNegative) -> Sequence[int | str] | None:
@@ -234,7 +234,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
         )
         largest = float(configured.mechanism.l2_norm_bound(round_state))
     total = [np.zeros(shape) for shape in configured.shapes]
-    step = updates.grid_step(largest, float(round_state.clients_per_round))
+    step = updates.fine_grid_step(largest, float(round_state.clients_per_round))
     discarded = 0
     for factor, update in zip(factors, map(clip_reply, answers), strict=True):
         discarded += update.discarded
@@ -246,8 +246,8 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
 def release(
     configured: ConfiguredRound,
     collected: Collected,
-    paid: accounting.Charge,
-    memory: Memory = (),
+    paid: accounting.Receipt,
+    noise_state: NoiseStateLike = (),
 ) -> Outcome:
     """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
 
@@ -255,30 +255,30 @@ def release(
       configured: The round.
       collected: The result of `collect`.
       paid: The receipt, without which nothing is released.
-      memory: The memory of correlated noise; () without one.
+      noise_state: The state of correlated noise; () without one.
 
     Raises:
       InvalidArgumentError: The mechanism now has less noise than was paid for.
     """
     query = configured.mechanism.bind(configured.context)
     _, z, m, *_ = collected.round_state  # If the cohort size is random, m is expected.
-    charged = query.paid_for(paid.use(), float(m), float(z))
+    charged = query.paid_mu_squared(paid.redeem(), float(m), float(z))
     total = _sum_before_noise(configured, collected)
     stddevs = tf.nest.map_structure(tf.constant, dict(configured.client_noise))
     state = _to_tensors(collected.round_state)
-    state = state._replace(memory=memory, shared_stddevs=stddevs)
+    state = state._replace(noise_state=noise_state, shared_stddevs=stddevs)
     with noise.use_seed(tf.constant(noise.fresh_seed())):
         mean, state = algorithm.release(query, total, state, charged)
     model = updates.apply(configured.sent_model, [array.numpy() for array in mean])
     for index in configured.non_negative:
         model[index] = np.maximum(model[index], 0)
-    return Outcome(model, float(state.clip_norm), state.memory)
+    return Outcome(model, float(state.clip_norm), state.noise_state)
 
 
 def _sum_before_noise(
     configured: ConfiguredRound, collected: Collected
 ) -> Contribution:
-    """Returns the sum of the records, to which `algorithm.release` adds noise.
+    """Returns the sum of the contributions, to which `algorithm.release` adds noise.
 
     If clients add the noise, this sum has all of it, including what they did not add:
     the shares of clients whose reply is missing, unusable or discarded, and the noise
@@ -318,7 +318,8 @@ def _clip_by_mechanism(
     from tfdp_fl.engine import program  # Clients do without TensorFlow.
 
     mechanism, round_state = configured.mechanism, configured.round_state
-    # The query bounds each record as it is charged, whatever the mechanism computes.
+    # The query bounds each contribution as it is charged, whatever the mechanism
+    # computes.
     query = mechanism.bind(configured.context)
     norms = tf.constant([updates.norm(c.arrays) for c in clipped_updates], tf.float32)
     if mechanism.clip_to_cohort is not None:
@@ -327,10 +328,10 @@ def _clip_by_mechanism(
     usable = tf.constant([not update.discarded for update in clipped_updates], tf.bool)
     tensors = _to_tensors(round_state)
     _, z, m, *_ = round_state
-    query.check_noise(tensors, query.charged_for(float(m), float(z)))
+    query.check_noise(tensors, query.expected_mu_squared(float(m), float(z)))
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (norms, usable, tensors))
-    record_of_norm = program.Program(query.record_of_norm, *specs)
-    contribution = record_of_norm(norms, usable, tensors)  # Keeps nothing of a client.
+    bounded = program.Program(query.contributions_of_norms, *specs)
+    contribution = bounded(norms, usable, tensors)  # Keeps nothing of a client.
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))

@@ -109,14 +109,14 @@ def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
     return clip_norm + stddev * radius
 
 
-def grid_step(largest: float, clients_per_round: float) -> float:
-    """Returns the grid step to which records are rounded, a power of two; 0 for none.
+def fine_grid_step(largest: float, clients_per_round: float) -> float:
+    """Returns the step of the fine grid, a power of two; 0 for no grid.
 
-    As in `mechanisms.records`, float64 adds up 4 (m + 16) such records without any
+    As in `mechanisms.bounded_sums`, float64 adds up 4 (m + 16) such numbers without any
     rounding.
 
     Args:
-      largest: The largest L2 norm of a record; infinity for no bound.
+      largest: The largest L2 norm of a contribution; infinity for no bound.
       clients_per_round: The expected number of clients in a round, m.
     """
     if not 0 < largest < math.inf:

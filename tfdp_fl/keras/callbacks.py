@@ -226,13 +226,13 @@ class PrivacyBudget(FederatedCallback):
         self.stopped_before_round = None
         # First, as another thread may charge an evaluation at any time.
         version = fed.run.account.version
-        charges_ahead = fed.run.charges_ahead()
-        cost = fed.run.epsilon_after(self.delta, self.accountant, charges_ahead)
+        costs_ahead = fed.run.costs_ahead()
+        cost = fed.run.epsilon_after(self.delta, self.accountant, costs_ahead)
         allowed = planning.largest_affordable(
             cost, self.budget.epsilon, num_rounds, _FIRST_GUESS
         )
         # Abandoned rounds cost nothing, so more rounds than this may be allowed.
-        charges = charges_ahead(0, allowed)
+        charges = costs_ahead(0, allowed)
         fed.run.account.note_allowed(self.budget, version, charges)
         # Only samplers that make passes know the clients of later cohorts.
         knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)

@@ -303,7 +303,7 @@ def capture(
         "learning_rate": fed.require_compiled("checkpoint").learning_rate,
         "ledger": key,
         "ledger_head": run.known_ledgers.get(key),
-        "memory_of": fed.mechanism.state_fingerprint(),
+        "noise_state_of": fed.mechanism.state_fingerprint(),
     }
 
 
@@ -518,14 +518,14 @@ class InterruptedRun:
         run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
         planned = map(int, self._facts_of_lines("planned"))
         run.most_rounds = max([run.most_rounds, *planned])
-        is_same = state["memory_of"] == query.mechanism.state_fingerprint()
+        is_same = state["noise_state_of"] == query.mechanism.state_fingerprint()
         if account.has_unseen_rounds:
             run.begin_segment(query)
         elif was_copied or not is_same:
             # The original may continue from the same noise state, which is also invalid
             # if this machine computes other coefficients.
-            run.mechanism_state = query.new_segment(run.mechanism_state)
-            run.segment = ledger_lib.new_run()
+            run.mechanism_state = query.restart_noise(run.mechanism_state)
+            run.segment = ledger_lib.new_id()
         for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])

@@ -120,7 +120,7 @@ def _groups(
       failures: Gets those that cannot be read, or are too large for this machine.
     """
     chunks = functools.partial(
-        layout.in_chunks, failures=failures, most=_MAX_GROUP_SIZE
+        layout.in_chunks, failures=failures, max_clients=_MAX_GROUP_SIZE
     )
     everybody = np.arange(clients.num_clients)
 

@@ -75,7 +75,7 @@ def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
     try:
         if run.account.by_client:
             return run.epsilon_after(delta)(max(0, run.most_rounds - run.rounds))
-        charges = run.charges_unrun()
+        charges = run.costs_not_run()
     except ValueError:  # A schedule may not suit the clients of a later `fit`.
         return math.inf
     composed = run.account.central.with_charges(*charges.items())
@@ -183,7 +183,7 @@ def _collect_caveats(
     applies = {
         **caveats_of_setup(run.setup, cohort_engine),
         "rounds_may_be_abandoned": account.trust_model == TrustModel.CENTRAL
-        and any(charge.charge_if_abandoned for charge in account.own),
+        and any(charge.is_charged_if_abandoned for charge in account.own),
         "unnoised_metrics": is_private,
         "validation_clients_held_out": bool(run.held_out),
         "hyperparameter_search_not_counted": is_private and not other_runs,

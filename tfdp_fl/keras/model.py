@@ -125,7 +125,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             "exclude".
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the
-            clients' records are summed; None sums them in the engine.
+            clients' contributions are summed; None sums them in the engine.
           max_parallel_clients: How many clients train at once; None: one per core. It
             changes the results of some layers by rounding.
           noise_generator: The source of the noise: "philox", which is fast, or

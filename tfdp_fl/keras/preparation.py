@@ -84,12 +84,12 @@ def prepare(
     if run is None:
         state = query.initial_global_state()
     else:
-        state = query.new_segment(run.mechanism_state)
+        state = query.restart_noise(run.mechanism_state)
         # Correlated noise continues only with the same clients in the same groups, if
-        # its memory covers every release, and with variables of the same shapes (a
+        # its noise state covers every release, and with variables of the same shapes (a
         # layer may have been frozen).
         is_same = sampler is run.sampler and population == run.population
-        fits = _shapes(state.memory) == _shapes(run.mechanism_state.memory)
+        fits = _shapes(state.noise_state) == _shapes(run.mechanism_state.noise_state)
         if is_same and fits and not run.releasing:
             state = run.mechanism_state
     shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
@@ -121,12 +121,12 @@ def prepare(
         run = Run(setup=setup, account=account, **fit_state)
     else:
         if state is not run.mechanism_state:
-            fit_state["segment"] = ledger.new_run()
+            fit_state["segment"] = ledger.new_id()
         if not run.account.by_client and (
             mechanism.overrides("noise_stddevs") or sampler is not run.sampler
         ):  # The old plan's rounds have other costs.
             fit_state |= {
-                "unrun": run.charges_unrun(),
+                "unrun": run.costs_not_run(),
                 "num_unrun": run.num_unrun + max(0, run.most_rounds - run.rounds),
                 "most_rounds": 0,
             }
@@ -134,8 +134,8 @@ def prepare(
     return run, cohort_engine
 
 
-def _shapes(memory: nests.Nest) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tf.nest.flatten(memory)]
+def _shapes(noise_state: nests.Nest) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tf.nest.flatten(noise_state)]
 
 
 def require_names(fed: FederatedTraining, clients: FederatedDataset) -> None:
@@ -373,7 +373,7 @@ def _make_engine(
             element_spec=clients.element_spec,
             aggregate_non_trainable=setup.non_trainable_state == "aggregate",
             between_client_variance=between_client_variance,
-            collect_records=setup.secure_aggregation is not None,
+            collect_contributions=setup.secure_aggregation is not None,
             max_parallel_clients=setup.max_parallel_clients,
             batch_size=plan.batch_size,
         )

@@ -23,7 +23,7 @@ import dp_accounting
 import numpy as np
 
 from tfdp_fl import _signals, _validate
-from tfdp_fl.accounting import Charge
+from tfdp_fl.accounting import Receipt
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.datasets import FederatedDataset
@@ -75,7 +75,7 @@ class PrivateMetrics:
     def _scale(self) -> float:
         return math.sqrt(1 + len(self.bounds))
 
-    def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
+    def cost(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
         """Returns the cost of releasing all clients' metrics.
 
         It has the neighbouring relation of the training's sampling: for cohorts of a
@@ -87,7 +87,7 @@ class PrivateMetrics:
             clients_per_round=num_clients,
         )
         event = dp_accounting.GaussianDpEvent(float(self.noise_multiplier))
-        return participation.charge(event)
+        return participation.cost(event)
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the clients' contributions, float64 [N, 1 + k], with norms <= 1.
@@ -121,10 +121,10 @@ class PrivateMetrics:
         self,
         values: Mapping[str, np.ndarray],
         generator: np.random.Generator,
-        paid: Charge,
+        paid: Receipt,
     ) -> Json:
         """Returns the noisy results; `values` are the clients' metrics by name, [N]."""
-        paid.use()
+        paid.redeem()
         total = self.total(values)
         noise = generator.normal(size=total.shape)
         # Everything below is computed from the noisy sum alone.
@@ -152,7 +152,7 @@ def release(
     """Evaluates on clients, charges for the noisy result, and returns it."""
     way_out = ": compile what it computes as a metric, and declare its range in bounds"
     _validate.exactly(PrivateMetrics, way_out, private=private)
-    charge = private.charge(fed.setup.sampling, clients.num_clients)
+    charge = private.cost(fed.setup.sampling, clients.num_clients)
     _require_account(fed)
     with contextlib.ExitStack() as stack:
         # One evaluation at a time, even within a fit: each closes what it opened.
@@ -215,11 +215,11 @@ def _require_allowed(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> 
         callback.check_release(charge)
 
 
-def _charge(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
+def _charge(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Receipt:
     """Charges a release; returns the receipt."""
-    name = account_lib.new_evaluation()
+    name = account_lib.new_evaluation_id()
 
-    def ask(_: Charge) -> None:
+    def ask(_: Receipt) -> None:
         _require_allowed(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)

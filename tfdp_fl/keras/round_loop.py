@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
-from tfdp_fl.accounting import BudgetExceededError, Charge, RoundCharge, format_up
+from tfdp_fl.accounting import BudgetExceededError, Receipt, RoundCharge, format_up
 from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
@@ -214,7 +214,7 @@ class RoundLoop:
 
     def charges_first(self, cohort: sampling.Cohort) -> bool:
         """See `algorithm.FrontEnd`."""
-        is_charged = cohort.participation.charge_if_abandoned
+        is_charged = cohort.participation.is_charged_if_abandoned
         # A user's code that computes a clip from the cohort may raise an error, and
         # such a clip may make a secure sum raise one.
         mechanism, tells = self.setup.mechanism, False
@@ -267,7 +267,7 @@ class RoundLoop:
 
     def charge(
         self, cohort: sampling.Cohort, pending: PendingRound | None = None
-    ) -> Charge:
+    ) -> Receipt:
         """See `algorithm.FrontEnd`."""
         run, account, inputs = self.run, self.run.account, self._inputs
         if pending is not None:
@@ -283,7 +283,7 @@ class RoundLoop:
             **run.next_place(),
         }
 
-        def ask(request: Charge) -> None:
+        def ask(request: Receipt) -> None:
             federated_training.mark_owner(self.fed, self.engine.server.variables)
             if not self._is_allowed(inputs.round_index):
                 raise BudgetExceededError
@@ -331,7 +331,7 @@ class RoundLoop:
         return paid
 
     def release(
-        self, cohort: sampling.Cohort, pending: PendingRound, paid: Charge
+        self, cohort: sampling.Cohort, pending: PendingRound, paid: Receipt
     ) -> dict[str, float]:
         """See `algorithm.FrontEnd`: updates the model with the paid release."""
         run = self.run

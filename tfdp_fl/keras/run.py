@@ -153,8 +153,9 @@ class Run:
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its
-        clip, and the noise memory, if any.
-      segment: The id of the segment of correlated noise to which the memory belongs.
+        clip, and the noise state, if any.
+      segment: The id of the segment of correlated noise to which the noise state
+        belongs.
       windows: Float32 [N, W, L], each client's window of norms; None if the
         mechanism keeps none.
       cohort_sizes: The number of released rounds for each cohort size.
@@ -179,7 +180,7 @@ class Run:
     account: account_lib.PrivacyAccount
     population: Population
     source_identity: tuple[object, ...] | None = None
-    run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
+    run_id: str = dataclasses.field(default_factory=ledger_lib.new_id)
     rounds: int = 0
     most_rounds: int = 0
     unrun: Charges = dataclasses.field(default_factory=collections.Counter)
@@ -187,7 +188,7 @@ class Run:
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     mechanism_state: RoundState
-    segment: str = dataclasses.field(default_factory=ledger_lib.new_run)
+    segment: str = dataclasses.field(default_factory=ledger_lib.new_id)
     windows: np.ndarray | None = None
     cohort_sizes: collections.Counter[int] = dataclasses.field(
         default_factory=collections.Counter
@@ -235,8 +236,8 @@ class Run:
         """
         with _signals.defer_signals():
             self.caveats.add("rounds_charged_twice")
-            self.mechanism_state = query.new_segment(self.mechanism_state)
-            self.segment = ledger_lib.new_run()
+            self.mechanism_state = query.restart_noise(self.mechanism_state)
+            self.segment = ledger_lib.new_id()
             self.account.has_unseen_rounds = False
 
     def update_windows(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
@@ -349,13 +350,13 @@ class Run:
 
         Where the mechanism restarts its noise, a new segment begins.
         """
-        mechanism, memory = self.setup.mechanism, self.mechanism_state.memory
+        mechanism, noise_state = self.setup.mechanism, self.mechanism_state.noise_state
         period = mechanism.event_period
         if period is None:
             return {}
-        position = mechanism.event_index(self.rounds, memory)
+        position = mechanism.event_index(self.rounds, noise_state)
         if position and not position % period:
-            self.segment, position = ledger_lib.new_run(), 0
+            self.segment, position = ledger_lib.new_id(), 0
         return {ledger_lib.PLACE: [self.segment, self.attempts.session, position]}
 
     def next_inputs(self, learning_rate: float, attempt: Attempt) -> RoundInputs:
@@ -381,7 +382,7 @@ class Run:
         mechanism, clients = self.setup.mechanism, self.account.per_client
         if mechanism.max_participations is None:
             return positions
-        if mechanism.begins_segment(self.mechanism_state.memory):
+        if mechanism.begins_segment(self.mechanism_state.noise_state):
             clients.participations[:] = 0
         counts = clients.participations[positions]
         return positions[counts < mechanism.max_participations]
@@ -402,7 +403,7 @@ class Run:
         """
         mechanism = self.setup.mechanism
         state, ahead = self.mechanism_state, round_index - self.rounds
-        index = mechanism.event_index(self.rounds, state.memory) + ahead
+        index = mechanism.event_index(self.rounds, state.noise_state) + ahead
         if ahead:
             event = mechanism.round_event(index, self.context)
         else:
@@ -447,7 +448,7 @@ class Run:
             positions, mu_squared, max_participations, num_passes
         )
 
-    def charges_ahead(self) -> Callable[[int, int], Charges]:
+    def costs_ahead(self) -> Callable[[int, int], Charges]:
         """Returns a function that counts the costs of coming rounds (`cost_counter`).
 
         It takes the first of the rounds and the one after the last, both counted from
@@ -466,7 +467,7 @@ class Run:
 
         return charges
 
-    def charges_unrun(self) -> Charges:
+    def costs_not_run(self) -> Charges:
         """Returns the costs of rounds that were planned and have not run.
 
         A `fit` that was stopped because of its models might have run its whole plan,
@@ -474,7 +475,7 @@ class Run:
         clients continues the previous plan.)
         """
         ahead = max(0, self.most_rounds - self.rounds)
-        return self.unrun + self.charges_ahead()(0, ahead)
+        return self.unrun + self.costs_ahead()(0, ahead)
 
     def epsilon_after(
         self,
@@ -483,7 +484,7 @@ class Run:
         ahead: Callable[[int, int], Charges] | None = None,
     ) -> Callable[[int], float]:
         """Returns a function from a number of further rounds to epsilon after them."""
-        charges = ahead or self.charges_ahead()
+        charges = ahead or self.costs_ahead()
         composed = {0: self.account.central}
 
         def epsilon(count: int) -> float:
@@ -541,8 +542,8 @@ def cost_counter(
             return collections.Counter(map(cost_of, rounds))
         counted: Charges = collections.Counter()
         event = mechanism.round_event(rounds[0], context)
-        for charge, number in sampler.charges(rounds, event):
-            counted[charge] += number
+        for cost, number in sampler.costs(rounds, event):
+            counted[cost] += number
         return counted
 
     return count

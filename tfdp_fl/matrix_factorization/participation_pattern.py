@@ -44,15 +44,15 @@ class ParticipationPattern:
         object.__setattr__(self, "max_participations", max_participations)
 
     @property
-    def most(self) -> int:
-        """k: `max_participations`, which is never None once made."""
+    def k(self) -> int:
+        """`max_participations`, which is never None once made."""
         return cast(int, self.max_participations)
 
 
 def fold(
     pattern: ParticipationPattern,
     rounds: Sequence[tuple[Hashable, Hashable] | None],
-    most: int | None = None,
+    max_participations: int | None = None,
 ) -> int:
     """Returns by what factor c a client may have exceeded the pattern.
 
@@ -66,7 +66,7 @@ def fold(
       rounds: For each released round of a segment, the division into groups and the
         group that its cohort came from; None if any client could have been in it. A
         client is in one group of each division.
-      most: The most rounds of any client, if known from elsewhere.
+      max_participations: Of any client, if known from elsewhere.
 
     Returns:
       c, at least 1.
@@ -82,8 +82,12 @@ def fold(
 
     gap = pattern.min_separation
     windows = (rounds[i : i + gap] for i in range(max(1, len(rounds) - gap + 1)))
-    total = largest(rounds) if most is None else min(most, largest(rounds))
-    return max(1, -(-total // pattern.most), *map(largest, windows))
+    total = (
+        largest(rounds)
+        if max_participations is None
+        else min(max_participations, largest(rounds))
+    )
+    return max(1, -(-total // pattern.k), *map(largest, windows))
 
 
 _Client = TypeVar("_Client", bound=Hashable)
@@ -119,7 +123,7 @@ class ParticipationRecord:
 
     def _refusal(self, client: Hashable) -> str | None:
         """Returns why a client may not take part now; None if it may."""
-        gap, most = self.pattern.min_separation, self.pattern.most
+        gap, k = self.pattern.min_separation, self.pattern.k
         rounds = self._rounds.get(client, [])
         if rounds and self.released - rounds[-1] < gap:
             return (
@@ -128,10 +132,10 @@ class ParticipationRecord:
             )
         segment_start = self.released - self.released % self.pattern.rounds
         count = sum(round_index >= segment_start for round_index in rounds)
-        if count >= most:
+        if count >= k:
             return (
                 f"it has taken part in {count} rounds of this segment, and "
-                f"max_participations={most}"
+                f"max_participations={k}"
             )
         return None
 

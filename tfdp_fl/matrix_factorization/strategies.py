@@ -37,7 +37,7 @@ class NoiseState(NamedTuple):
     Together with the released models, it reveals the sums without noise.
 
     Attributes:
-      position: Int32 scalar, how many rounds had noise of this memory.
+      position: Int32 scalar, how many rounds had noise from this state.
       buffers: For each variable float32 [copies, *shape].
     """
 
@@ -63,13 +63,13 @@ class Generator(abc.ABC):
     numbers: tuple[float, ...]
 
     @functools.cached_property
-    def charges(self) -> np.ndarray:
+    def round_sensitivities(self) -> np.ndarray:
         """col, float64 [T]: round t costs a Gaussian of z / col_t.
 
         Their squares add up to the square of the sensitivity, also over the
         first rounds alone (nothing later has an effect on what was released).
         """
-        return toeplitz.charges(self.coefficients, self.pattern)
+        return toeplitz.round_sensitivities(self.coefficients, self.pattern)
 
     @abc.abstractmethod
     def next_noise(
@@ -78,25 +78,27 @@ class Generator(abc.ABC):
         """Returns n of a round for one variable, and its buffer after the round.
 
         Args:
-          position: Of the memory after the rounds before, below T.
+          position: Of the noise state after the rounds before, below T.
           buffer: The variable's.
           fresh: z of this round: float32 N(0, 1), of the variable's shape.
         """
 
-    def begin_round(self, memory: NoiseState) -> NoiseState:
-        """Returns the memory for the next round: after T rounds, it is emptied.
+    def begin_round(self, noise_state: NoiseState) -> NoiseState:
+        """Returns the noise state for the next round: after T rounds, it is emptied.
 
-        Then a new segment begins, with its own charges.
+        Then a new segment begins, with its own cost.
         """
-        is_over = memory.position >= self.pattern.rounds
+        is_over = noise_state.position >= self.pattern.rounds
 
         def emptied(value: tf.Tensor) -> tf.Tensor:
             return tf.cond(is_over, lambda: tf.zeros_like(value), lambda: value)
 
-        return NoiseState(emptied(memory.position), list(map(emptied, memory.buffers)))
+        return NoiseState(
+            emptied(noise_state.position), list(map(emptied, noise_state.buffers))
+        )
 
     def init_noise_state(self, shapes: Sequence[Sequence[int]]) -> NoiseState:
-        """Returns the memory before the first round: zeros.
+        """Returns the noise state before the first round: zeros.
 
         Args:
           shapes: Of the model's variables.
@@ -109,7 +111,7 @@ class Generator(abc.ABC):
     @property
     def sensitivity(self) -> float:
         """How far one client moves C x, in clip norms."""
-        return float(np.sqrt(np.sum(self.charges**2)))
+        return float(np.sqrt(np.sum(self.round_sensitivities**2)))
 
     def squared_errors(self) -> np.ndarray:
         """Returns each model's noise variance for z of variance 1, [T].

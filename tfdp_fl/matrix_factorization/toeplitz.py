@@ -65,7 +65,9 @@ def check_coefficients(coefficients: Sequence[float] | np.ndarray) -> np.ndarray
     return values
 
 
-def charges(coefficients: np.ndarray, pattern: ParticipationPattern) -> np.ndarray:
+def round_sensitivities(
+    coefficients: np.ndarray, pattern: ParticipationPattern
+) -> np.ndarray:
     """Returns col, by which the noise multiplier of a round is divided.
 
     Kalinin & Lampert (2024), theorem 2 (https://arxiv.org/abs/2405.13763): if
@@ -82,7 +84,7 @@ def charges(coefficients: np.ndarray, pattern: ParticipationPattern) -> np.ndarr
       Float64 [T].
     """
     total = np.zeros(pattern.rounds)
-    for i in range(pattern.most):
+    for i in range(pattern.k):
         start = i * pattern.min_separation
         part = coefficients[: pattern.rounds - start]
         total[start : start + len(part)] += part
@@ -118,7 +120,7 @@ def banded_loss(bands: int, pattern: ParticipationPattern) -> _Loss:
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
         c = _products_of_sigmoids(free)
-        columns = charges(c, pattern)
+        columns = round_sensitivities(c, pattern)
         square = float(columns @ columns)
         grad_c = 2 * _charges_transpose(columns, pattern, bands) / square
         output = signal.lfilter([1.0], c, prefix_sum)
@@ -138,7 +140,7 @@ def _charges_transpose(
 ) -> np.ndarray:
     """Returns the transpose of `charges` at col: [count]."""
     gradient = np.zeros(count)
-    for i in range(pattern.most):
+    for i in range(pattern.k):
         start = i * pattern.min_separation
         part = columns[start : start + count]
         gradient[: len(part)] += part
@@ -182,7 +184,7 @@ def blt_loss(pattern: ParticipationPattern) -> _Loss:
     """
     rounds = pattern.rounds
     visits, prefix_sum = np.zeros(rounds), np.ones(rounds)
-    last = pattern.most * pattern.min_separation
+    last = pattern.k * pattern.min_separation
     visits[: last : pattern.min_separation] = 1.0
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Norms of updates, and the factor that clips them (`records` then bounds them).
+"""Norms of updates, and the factor that clips them (`bounded_sums` then bounds them).
 
 An update is a list of float tensors, one for each variable of the model. It is
 always clipped as a whole: one L2 norm over all its variables (McMahan et al.

@@ -5,8 +5,8 @@ Where clients train one by one, these are the calls of a round:
     state  = query.begin_round(state, z, m)         # this round's m and z
     params = query.derive_sample_params(state)
     for each client:                                # in parallel
-        record = algorithm.make_record(query, params, update, client)
-        total  = records.add(total, record)
+        contribution = algorithm.make_contribution(query, params, update, client)
+        total  = bounded_sums.add(total, contribution)
     mean, state = algorithm.release(query, total, state, charged)
 
 A query with `two_phase` sets the clip from the norms of the whole cohort: between
@@ -14,8 +14,8 @@ A query with `two_phase` sets the clip from the norms of the whole cohort: betwe
 `query.update_norm(update)` from every client and calls
 `state = query.clip_to_cohort(state, norms)`.
 
-The order is that of TF-Privacy's `SumAggregationDPQuery`; records are lists of tensors.
-The mechanism's `round_event` defines the cost of a round.
+The order is that of TF-Privacy's `SumAggregationDPQuery`; contributions are lists of
+tensors. The mechanism's `round_event` defines the cost of a round.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.mechanisms import clipping, noise, records
+from tfdp_fl.mechanisms import bounded_sums, clipping, noise
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     ClientContext,
     Contribution,
-    Memory,
+    NoiseStateLike,
     PrivacyContext,
     RoundState,
     Scalar,
@@ -59,7 +59,7 @@ class CohortQuery:
         mechanism.check_weighting(context.client_weighting)
         self.mechanism = mechanism
         self.context = context
-        self._in_steps = False
+        self._has_int32_sums = False
 
     @property
     def two_phase(self) -> bool:
@@ -73,7 +73,7 @@ class CohortQuery:
 
     @property
     def only_scales(self) -> bool:
-        """Whether a client's record is its update times one number.
+        """Whether a client's contribution is its update times one number.
 
         Then a runtime that knows the norm does not need the update itself. This is
         False if clients add noise.
@@ -83,13 +83,13 @@ class CohortQuery:
             and self.mechanism.noise_site == NoiseSite.SERVER
         )
 
-    def in_steps(self) -> CohortQuery:
-        """Returns this query with records in whole steps, int32 (`records.to_steps`).
+    def with_int32_sums(self) -> CohortQuery:
+        """Returns this query with contributions in int32 (`bounded_sums.to_int32`).
 
         It is for queries that `only_scales`, with a bound.
         """
         query = copy.copy(self)
-        query._in_steps = True
+        query._has_int32_sums = True
         return query
 
     @property
@@ -119,7 +119,7 @@ class CohortQuery:
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
             noise_multiplier=tf.constant(0.0),
             clients_per_round=tf.constant(1.0),
-            memory=self.mechanism.init_noise_state(self.context),
+            noise_state=self.mechanism.init_noise_state(self.context),
             shared_stddevs=dict.fromkeys(self._shared_names, tf.constant(0.0)) or (),
         )
 
@@ -129,14 +129,14 @@ class CohortQuery:
             return ("update", *self.mechanism.side_names)
         return ()
 
-    def new_segment(self, state: RoundState) -> RoundState:
+    def restart_noise(self, state: RoundState) -> RoundState:
         """Returns a state that keeps the clip but forgets all earlier rounds.
 
         It is needed if a round that the state does not include may have been released:
         later noise must then not be correlated with earlier noise.
         """
-        memory = self.mechanism.init_noise_state(self.context)
-        return state._replace(memory=memory)
+        noise_state = self.mechanism.init_noise_state(self.context)
+        return state._replace(noise_state=noise_state)
 
     def begin_round(
         self,
@@ -167,7 +167,7 @@ class CohortQuery:
         return self._new_noise_stddevs(state)
 
     def _new_noise_stddevs(self, state: RoundState) -> Json:
-        public = state.without_memory()
+        public = state.without_noise_state()
         return self.mechanism.noise_stddevs(public, self.context)
 
     def update_norm(self, update: Tensors) -> tf.Tensor:
@@ -176,7 +176,7 @@ class CohortQuery:
 
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip computed from the cohort's norms."""
-        clip_norm = self.mechanism.clip_to_cohort(norms, state.without_memory())
+        clip_norm = self.mechanism.clip_to_cohort(norms, state.without_noise_state())
         return self.with_clip(state, clip_norm)
 
     def with_clip(self, state: RoundState, clip_norm: tf.Tensor) -> RoundState:
@@ -184,12 +184,12 @@ class CohortQuery:
         return self._with_client_noise(state._replace(clip_norm=clip_norm))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
-        """Returns the state that clients receive, without the server's memory."""
-        return state.without_memory()
+        """Returns the state that clients receive, without the server's noise state."""
+        return state.without_noise_state()
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
-        """Returns the zeros to which records are added: float64, or whole steps."""
-        dtype = tf.int32 if self._in_steps else tf.float64
+        """Returns the zeros to add contributions to: float64, or whole steps."""
+        dtype = tf.int32 if self._has_int32_sums else tf.float64
         return Contribution(
             update=[tf.zeros(tensor.shape, dtype) for tensor in template],
             sums={name: tf.zeros([], tf.float64) for name in self.mechanism.side_names},
@@ -202,7 +202,7 @@ class CohortQuery:
     def clip(
         self, params: RoundState, update: Tensors, client: ClientContext
     ) -> Contribution:
-        """Returns a client's clipped record, bounded under central guarantees.
+        """Returns a client's clipped contribution, bounded under central guarantees.
 
         Args:
           params: The result of `derive_sample_params`.
@@ -214,36 +214,42 @@ class CohortQuery:
         num_examples = client.num_examples if central else None
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
-            factor = self.record_of_norm(norm, usable, params, client.weight)
-            factor = records.zero_if_empty(factor, num_examples)
-            record = factor._replace(update=clipping.multiply(update, factor.update))
+            factor = self.contributions_of_norms(norm, usable, params, client.weight)
+            factor = bounded_sums.zero_if_empty(factor, num_examples)
+            contribution = factor._replace(
+                update=clipping.multiply(update, factor.update)
+            )
         else:
-            record = mechanism.contribution(update, params, client, self.context)
-            tensors = records.as_tensors(record.update, like=update)
-            record = record._replace(update=tensors)
+            contribution = mechanism.contribution(update, params, client, self.context)
+            tensors = bounded_sums.as_tensors(contribution.update, like=update)
+            contribution = contribution._replace(update=tensors)
             if central:
                 bounds = self.l2_norm_bound(params), mechanism.side_bounds
-                record = records.bound(record, *bounds)
-                record = records.zero_if_empty(record, num_examples)
+                contribution = bounded_sums.bound(contribution, *bounds)
+                contribution = bounded_sums.zero_if_empty(contribution, num_examples)
         if mechanism.trust_model == TrustModel.LOCAL:
             weight = mechanism.local_weight(client.num_examples)
-            record = record._replace(weight=tf.cast(weight, tf.float32))
-        return record
+            contribution = contribution._replace(weight=tf.cast(weight, tf.float32))
+        return contribution
 
-    def add_noise_share(self, params: RoundState, record: Contribution) -> Contribution:
-        """Adds the client's share of the noise to every part of its record."""
+    def add_noise_share(
+        self, params: RoundState, contribution: Contribution
+    ) -> Contribution:
+        """Adds the client's share of the noise to every part of its contribution."""
         shares = self.noise_shares(params)
-        update = noise.add_normal(record.update, shares["update"])
-        return record._replace(update=update, sums=_add_side_noise(record.sums, shares))
+        update = noise.add_normal(contribution.update, shares["update"])
+        return contribution._replace(
+            update=update, sums=_add_side_noise(contribution.sums, shares)
+        )
 
-    def record_of_norm(
+    def contributions_of_norms(
         self,
         norm: tf.Tensor,
         usable: tf.Tensor,
         params: RoundState,
         weight: Scalar | None = None,
     ) -> Contribution:
-        """Returns bounded records for updates of which only the norms are known.
+        """Returns bounded contributions for updates of which only the norms are known.
 
         Their `update` is the factor of each client's update.
 
@@ -257,38 +263,40 @@ class CohortQuery:
 
         def bounded(arguments: tuple[tf.Tensor, ...]) -> Contribution:
             norm, usable, *weight = arguments
-            record = mechanism.contribution_of_norm(norm, usable, params)
-            record = record.scale_by(weight[0] if weight else None)
+            contribution = mechanism.contribution_of_norm(norm, usable, params)
+            contribution = contribution.scale_by(weight[0] if weight else None)
             bounds = self.l2_norm_bound(params), mechanism.side_bounds
             if not mechanism.clips_by_element:  # Its factor may be above 1.
                 norm = clipping.norm_with_unseen(norm)
-            return records.bound_factor(record, norm, *bounds)
+            return bounded_sums.bound_factor(contribution, norm, *bounds)
 
         arguments = (norm, usable) if weight is None else (norm, usable, weight)
         if not norm.shape.rank or mechanism.clips_by_element:
             return bounded(arguments)
         # A user's own functions might mix the clients of a vector.
         number = tf.TensorSpec([], tf.float32)
-        record = Contribution(
+        contribution = Contribution(
             number, dict.fromkeys(mechanism.side_names, number), *[number] * 4
         )
         return tf.map_fn(
-            bounded, arguments, fn_output_signature=record, parallel_iterations=1
+            bounded, arguments, fn_output_signature=contribution, parallel_iterations=1
         )
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
-        """Rounds a record so that sums of records are exact (see `records`)."""
-        if self._in_steps:
-            return records.to_steps(update, self.coarse_step(params))
-        return records.to_grid(update, self.grid_step(params))
+        """Rounds a contribution so that sums are exact (see `bounded_sums`)."""
+        if self._has_int32_sums:
+            return bounded_sums.to_int32(update, self.coarse_grid_step(params))
+        return bounded_sums.to_grid(update, self.fine_grid_step(params))
 
-    def grid_step(self, params: RoundState) -> tf.Tensor:
-        """Returns the grid step to which records are rounded, float32 scalar."""
-        return records.step(self.l2_norm_bound(params), params.clients_per_round)
+    def fine_grid_step(self, params: RoundState) -> tf.Tensor:
+        """Returns the grid step to which contributions are rounded, float32 scalar."""
+        return bounded_sums.fine_grid_step(
+            self.l2_norm_bound(params), params.clients_per_round
+        )
 
-    def coarse_step(self, params: RoundState) -> tf.Tensor:
-        """Returns the step of records `in_steps`, float32 scalar."""
-        return records.coarse_step(self.l2_norm_bound(params))
+    def coarse_grid_step(self, params: RoundState) -> tf.Tensor:
+        """Returns the step of int32 sums, float32 scalar."""
+        return bounded_sums.coarse_grid_step(self.l2_norm_bound(params))
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
         """Returns the stddevs of one client's share: the full noise over sqrt(m)."""
@@ -298,57 +306,59 @@ class CohortQuery:
         }
 
     def l2_norm_bound(self, state: RoundState) -> tf.Tensor | float:
-        """Returns the bound on the norm of a client's record, before noise."""
-        return self.mechanism.l2_norm_bound(state.without_memory())
+        """Returns the bound on the norm of a client's contribution, before noise."""
+        return self.mechanism.l2_norm_bound(state.without_noise_state())
 
     def add_noise(
         self, total: Contribution, state: RoundState, stddevs: Mapping[str, Scalar]
-    ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
-        """Returns the noisy sum, the noisy side sums, and the next memory.
+    ) -> tuple[Tensors, dict[str, tf.Tensor], NoiseStateLike]:
+        """Returns the noisy sum, the noisy side sums, and the next noise state.
 
         Args:
-          total: The sum of the records.
+          total: The sum of the contributions.
           state: The round's state.
           stddevs: The result of `noise_stddevs`, as checked.
         """
-        update, memory, sums = total.update, state.memory, dict(total.sums)
+        update, noise_state, sums = total.update, state.noise_state, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
-            update, memory = self._add_noise(update, stddevs["update"], state)
+            update, noise_state = self._add_noise(update, stddevs["update"], state)
             sums = _add_side_noise(sums, stddevs)
         sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
-        return update, sums, memory
+        return update, sums, noise_state
 
     def _add_noise(
         self, update: Tensors, stddev: Scalar, state: RoundState
-    ) -> tuple[Tensors, Memory]:
-        return self.mechanism.add_noise(update, stddev, state.memory)
+    ) -> tuple[Tensors, NoiseStateLike]:
+        return self.mechanism.add_noise(update, stddev, state.noise_state)
 
     def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Returns the mean from a noisy sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.context)
 
-    def paid_for(
+    def paid_mu_squared(
         self, paid: float | None, clients_per_round: float, noise_multiplier: float
     ) -> float:
         """Returns the largest sum_i (bound_i / stddev_i)^2 that a receipt allows.
 
         Args:
-          paid: The noise multiplier in the receipt: the result of `Charge.use`.
+          paid: The noise multiplier in the receipt: the result of `Receipt.redeem`.
           clients_per_round: m of the round.
           noise_multiplier: z of the round.
         """
         if self.mechanism.derives_cost and paid is not None:
             return paid**-2 if paid else math.inf
         # A self-declared event cannot be compared; the noise at first clip can.
-        return self.charged_for(clients_per_round, noise_multiplier)
+        return self.expected_mu_squared(clients_per_round, noise_multiplier)
 
-    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
+    def expected_mu_squared(
+        self, clients_per_round: float, noise_multiplier: float
+    ) -> float:
         """Returns the sum_i (bound_i / stddev_i)^2 from which the charge is derived."""
         mechanism = self.mechanism
         round = RoundState(
             mechanism.reference_clip_norm, noise_multiplier, clients_per_round
         )
-        return float(mechanism.sensitivity_squared(round, self.context))
+        return float(mechanism.round_mu_squared(round, self.context))
 
     def check_noise(
         self,
@@ -364,14 +374,14 @@ class CohortQuery:
 
         Args:
           state: The round's state.
-          charged: The result of `paid_for` or `charged_for`.
+          charged: The result of `paid_mu_squared` or `expected_mu_squared`.
           stddevs: By name, the stddevs of the noise to be added; None: computed here.
 
         Returns:
           In a graph, the operations that raise the error, for `after_assertions`.
         """
         mechanism = self.mechanism
-        actual = mechanism.sensitivity_squared(state, self.context, stddevs)
+        actual = mechanism.round_mu_squared(state, self.context, stddevs)
         return must_be_at_most(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + NOISE_ROUNDING),
@@ -396,7 +406,9 @@ class CohortQuery:
         )
 
 
-def after_assertions(assertions: list[tf.Operation], tensors: Memory) -> Memory:
+def after_assertions(
+    assertions: list[tf.Operation], tensors: NoiseStateLike
+) -> NoiseStateLike:
     """Makes every use of a nest of tensors wait until the assertions have passed.
 
     Otherwise, a graph could run them at the same time as the update of the model, or

@@ -14,7 +14,7 @@ from tfdp_fl._lazy_tf import tf
 Tensors: TypeAlias = "list[tf.Tensor]"
 Scalar: TypeAlias = "float | tf.Tensor"
 # A nest of tensors that only the server keeps from round to round.
-Memory: TypeAlias = Any
+NoiseStateLike: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,15 +150,16 @@ class PrivacyContext:
 class RoundState(NamedTuple):
     """The state of one round: Python floats, or float32 scalars.
 
-    A query carries it from round to round. Without the memory, it is sent to every
+    A query carries it from round to round. Without the noise state, it is sent to every
     client of a round, and passed to the mechanism's members.
 
     Attributes:
       clip_norm: The clip S of this round, or of the next one.
       noise_multiplier: This round's z.
       clients_per_round: This round's expected cohort size m.
-      memory: State that only the server keeps from round to round, such as the noise
-        with which later noise is correlated: a nest of tensors, () if there is none.
+      noise_state: State that only the server keeps from round to round, such as the
+        noise with which later noise is correlated: a nest of tensors, () if there is
+        none.
       shared_stddevs: If clients add shares of the noise, the stddevs of the whole
         noise of this round, by name; otherwise ().
     """
@@ -166,12 +167,12 @@ class RoundState(NamedTuple):
     clip_norm: Scalar
     noise_multiplier: Scalar
     clients_per_round: Scalar
-    memory: Memory = ()
+    noise_state: NoiseStateLike = ()
     shared_stddevs: Mapping[str, Scalar] | tuple[()] = ()
 
-    def without_memory(self) -> RoundState:
+    def without_noise_state(self) -> RoundState:
         """Returns the state without what must stay secret."""
-        return self._replace(memory=())
+        return self._replace(noise_state=())
 
 
 class ClientContext(NamedTuple):
@@ -180,7 +181,7 @@ class ClientContext(NamedTuple):
     Attributes:
       num_examples: Scalar, its number of examples n.
       window: Float32 [W, L], the norms of its last updates in each of the L variables,
-        NaN where there are none; None without such a memory.
+        NaN where there are none; None without such a window.
       weight: Float32 scalar in [0, 1], its weight; None: 1.
     """
 

@@ -33,7 +33,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     (sum_k Delta_k min(1, S/||Delta_k||) + z S n_t) / m, where n = C^-1 of fresh
     N(0, 1) draws and C is the strategy. All rounds together are one Gaussian
     of z / sens(C), and round t is charged as one of z / col_t
-    (`matrix_factorization.Generator.charges`).
+    (`matrix_factorization.Generator.round_sensitivities`).
 
     This needs no assumption about which clients are sampled, except that two rounds of
     a client are at least b apart, which `sampling="cyclic"` ensures.
@@ -173,37 +173,37 @@ class CorrelatedNoise(mechanism.Mechanism):
         return self.generator.init_noise_state(context.shapes)
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: strategies.NoiseState
+        self, update: Tensors, stddev: tf.Tensor, noise_state: strategies.NoiseState
     ) -> tuple[Tensors, strategies.NoiseState]:
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
-        memory = self.generator.begin_round(memory)
+        noise_state = self.generator.begin_round(noise_state)
         scale = tf.cast(stddev, tf.float32)
         shapes = [part.shape for part in update]
-        if [buffer.shape[1:] for buffer in memory.buffers] != shapes:
+        if [buffer.shape[1:] for buffer in noise_state.buffers] != shapes:
             # Were it broadcast, one draw would be the noise of several elements.
             raise ValueError(
-                f"memory must have buffers for variables of shapes {shapes}, got "
-                f"{[buffer.shape for buffer in memory.buffers]}."
+                f"noise_state must have buffers for variables of shapes {shapes}, got "
+                f"{[buffer.shape for buffer in noise_state.buffers]}."
             )
 
         def add(index: int, fresh: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             sample, buffer = self.generator.next_noise(
-                memory.position, memory.buffers[index], fresh
+                noise_state.position, noise_state.buffers[index], fresh
             )
             return noise.add_scaled_noise(update[index], sample, scale), buffer
 
         made = noise.standard_normals(update, noise.next_seed(), add)
         noised, buffers = map(list, zip(*made, strict=True))
-        return noised, strategies.NoiseState(memory.position + 1, buffers)
+        return noised, strategies.NoiseState(noise_state.position + 1, buffers)
 
-    def begins_segment(self, memory: strategies.NoiseState) -> bool:
-        """Implements `Mechanism.begins_segment`: after every T rounds of a memory."""
-        return int(memory.position) % self.rounds == 0
+    def begins_segment(self, noise_state: strategies.NoiseState) -> bool:
+        """Implements `Mechanism.begins_segment`: after every T rounds of a state."""
+        return int(noise_state.position) % self.rounds == 0
 
-    def event_index(self, round_index: int, memory: strategies.NoiseState) -> int:
-        """Implements `Mechanism.event_index`: the round index in the memory."""
+    def event_index(self, round_index: int, noise_state: strategies.NoiseState) -> int:
+        """Implements `Mechanism.event_index`: the round index in the noise state."""
         del round_index  # Abandoned rounds have no noise.
-        return int(memory.position)
+        return int(noise_state.position)
 
     def round_event(
         self, round_index: int, context: PrivacyContext
@@ -211,13 +211,13 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.round_event`: a Gaussian of z / col_t.
 
         Args:
-          round_index: The number of earlier rounds with noise from this memory; it
+          round_index: The number of earlier rounds with noise from this noise state; it
             wraps around at T.
           context: What is known about the run.
         """
         if self.noise_multiplier == 0:
             return dp_accounting.NonPrivateDpEvent()
-        column = float(self.generator.charges[round_index % self.rounds])
+        column = float(self.generator.round_sensitivities[round_index % self.rounds])
         if column == 0:
             return dp_accounting.NoOpDpEvent()
         return dp_accounting.GaussianDpEvent(self.noise_multiplier / column)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import declaration, mechanism, noise
-from tfdp_fl.mechanisms.contribution import Memory, RoundState, Tensors
+from tfdp_fl.mechanisms.contribution import NoiseStateLike, RoundState, Tensors
 from tfdp_fl.terms import TrustModel
 
 
@@ -100,10 +100,10 @@ class NoPrivacy(mechanism.Mechanism):
         return tf.ones_like(norm)
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: Memory
-    ) -> tuple[Tensors, Memory]:
+        self, update: Tensors, stddev: tf.Tensor, noise_state: NoiseStateLike
+    ) -> tuple[Tensors, NoiseStateLike]:
         """Implements `Mechanism.add_noise`: nothing is added."""
-        return update, memory
+        return update, noise_state
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""

@@ -32,7 +32,7 @@ from tfdp_fl.mechanisms import clipping, cohort_query
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     Contribution,
-    Memory,
+    NoiseStateLike,
     RoundState,
     Scalar,
     Tensors,
@@ -104,7 +104,7 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
 
     def _add_noise(
         self, update: Tensors, stddev: Scalar, state: Any
-    ) -> tuple[Tensors, Memory]:
+    ) -> tuple[Tensors, NoiseStateLike]:
         """Implements `CohortQuery._add_noise` for steps; only on the server."""
         del stddev  # In steps, it depends on z alone.
         sizes = [steps.shape.num_elements() for steps in update]
@@ -116,7 +116,7 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
             (steps + tf.reshape(part, steps.shape)) * step
             for steps, part in zip(update, parts, strict=True)
         ]
-        return noised, state.memory
+        return noised, state.noise_state
 
 
 def _noise(stddev: float, size: int) -> np.ndarray:

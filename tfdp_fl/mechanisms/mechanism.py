@@ -32,7 +32,7 @@ from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     ClientWeighting,
     Contribution,
-    Memory,
+    NoiseStateLike,
     PrivacyContext,
     RoundState,
     Scalar,
@@ -244,21 +244,21 @@ class Mechanism(abc.ABC):
         """
         return {"update": round.noise_multiplier * round.clip_norm}
 
-    def init_noise_state(self, context: PrivacyContext) -> Memory:
-        """Returns the memory before the first round; () if there is none."""
+    def init_noise_state(self, context: PrivacyContext) -> NoiseStateLike:
+        """Returns the noise state before the first round; () if there is none."""
         return ()
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: Memory
-    ) -> tuple[Tensors, Memory]:
-        """Adds the server's noise to a sum; returns it and the next memory.
+        self, update: Tensors, stddev: tf.Tensor, noise_state: NoiseStateLike
+    ) -> tuple[Tensors, NoiseStateLike]:
+        """Adds the server's noise to a sum; returns it and the next noise state.
 
         Args:
           update: The sum of the clients' updates.
           stddev: The stddev from `noise_stddevs`.
-          memory: `RoundState.memory`; () without one.
+          noise_state: `RoundState.noise_state`; () without one.
         """
-        return noise.add_normal(update, stddev), memory
+        return noise.add_normal(update, stddev), noise_state
 
     def mean(
         self,
@@ -306,7 +306,7 @@ class Mechanism(abc.ABC):
 
             (sum_i (bound_i / stddev_i)^2)^(-1/2)
 
-        where `records` enforces the bounds, and the stddevs are those of the added
+        where `bounded_sums` enforces the bounds, and the stddevs are those of the added
         noise (Dong, Roth & Su 2019, corollary 3.3).
         """
         z = self.noise_multiplier_at(round_index)
@@ -315,7 +315,7 @@ class Mechanism(abc.ABC):
         # A mechanism whose cost depends on z and S alone needs no context.
         size = context.cohort_size(round_index) if context else 1.0
         round = RoundState(self.reference_clip_norm, z, size)
-        mu_squared = self.sensitivity_squared(round, context)
+        mu_squared = self.round_mu_squared(round, context)
         if not 0 < mu_squared < math.inf:
             return dp_accounting.NonPrivateDpEvent()
         derived = mu_squared**-0.5
@@ -323,7 +323,7 @@ class Mechanism(abc.ABC):
         is_equal = math.isclose(derived, z, rel_tol=1e-12)
         return dp_accounting.GaussianDpEvent(z if is_equal else derived)
 
-    def sensitivity_squared(
+    def round_mu_squared(
         self,
         round: RoundState,
         context: PrivacyContext,
@@ -360,20 +360,20 @@ class Mechanism(abc.ABC):
         del state
         return self.round_event(round_index, context)
 
-    def event_index(self, round_index: int, memory: Memory) -> int:
+    def event_index(self, round_index: int, noise_state: NoiseStateLike) -> int:
         """Returns the round index to pass to `round_event`.
 
         Args:
           round_index: The next round, counted from 0, including abandoned rounds.
-          memory: `RoundState.memory` before it; () without one.
+          noise_state: `RoundState.noise_state` before it; () without one.
         """
         return round_index
 
-    def begins_segment(self, memory: Memory) -> bool:
+    def begins_segment(self, noise_state: NoiseStateLike) -> bool:
         """Returns whether `max_participations` counts from the next round on.
 
         Args:
-          memory: `RoundState.memory` before it; () without one.
+          noise_state: `RoundState.noise_state` before it; () without one.
         """
         return False
 

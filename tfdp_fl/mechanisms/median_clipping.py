@@ -182,14 +182,14 @@ class MedianClipping(mechanism.Mechanism):
             lambda: round.clip_norm,
         )
 
-    def sensitivity_squared(
+    def round_mu_squared(
         self,
         round: RoundState,
         context: PrivacyContext,
         stddevs: Mapping[str, Scalar] | None = None,
     ) -> Scalar:
-        """Implements `Mechanism.sensitivity_squared`: the sum, and a private median."""
-        of_sum = super().sensitivity_squared(round, context, stddevs)
+        """Implements `Mechanism.round_mu_squared`: the sum, and a private median."""
+        of_sum = super().round_mu_squared(round, context, stddevs)
         z_median = self.median_noise_multiplier
         return of_sum if z_median is None else of_sum + z_median**-2
 

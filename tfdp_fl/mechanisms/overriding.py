@@ -15,14 +15,14 @@ from typing import Any
 from tfdp_fl.terms import TrustModel
 
 # No cost relies on these, which get no secrets: `algorithm.release` passes them noised
-# sums, and a round without its memory.
+# sums, and a round without its noise state.
 _FREE = {
     *("name", "describe", "caveats", "own_caveats", "parameters", "needs_shapes"),
     *("noise_multiplier_limit", "noise_multiplier_limit_reason"),
     *("from_budget", "with_noise_multiplier", "proximal_weight", "implied_delta"),
     *("mean", "next_clip_norm", "releases_weights"),
 }
-# Of a central guarantee, the bound holds whatever these return (`records`):
+# Of a central guarantee, the bound holds whatever these return (`bounded_sums`):
 _BOUNDED = {
     *("scale", "side_statistics", "contribution_of_norm", "contribution"),
     *("window", "window_norms"),

@@ -14,11 +14,11 @@ from dp_accounting import rdp
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf, tfp
 from tfdp_fl.accounting import charge
-from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, noise, records
+from tfdp_fl.mechanisms import bounded_sums, clipping, cohort_query, mechanism, noise
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     Contribution,
-    Memory,
+    NoiseStateLike,
     PrivacyContext,
     RoundState,
     Scalar,
@@ -51,7 +51,7 @@ _RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Trunc
 
 
 class WrappedQuery(cohort_query.CohortQuery):
-    """Runs a TF-Privacy query, whose state is `RoundState.memory`."""
+    """Runs a TF-Privacy query, whose state is `RoundState.noise_state`."""
 
     def __init__(self, mechanism: QueryMechanism, context: PrivacyContext):
         super().__init__(mechanism, context)
@@ -60,19 +60,21 @@ class WrappedQuery(cohort_query.CohortQuery):
     def initial_global_state(self) -> RoundState:
         """Implements `DPQuery.initial_global_state`."""
         inner = self._query.initial_global_state()
-        return super().initial_global_state()._replace(memory=inner)
+        return super().initial_global_state()._replace(noise_state=inner)
 
-    def new_segment(self, state: RoundState) -> RoundState:
-        """Implements `CohortQuery.new_segment`: no noise depends on the state."""
+    def restart_noise(self, state: RoundState) -> RoundState:
+        """Implements `CohortQuery.restart_noise`: no noise depends on the state."""
         return state
 
-    def derive_sample_params(self, state: RoundState) -> Memory:
+    def derive_sample_params(self, state: RoundState) -> NoiseStateLike:
         """Implements `DPQuery.derive_sample_params`."""
-        params = self._query.derive_sample_params(state.memory)
+        params = self._query.derive_sample_params(state.noise_state)
         return tf.nest.map_structure(tf.convert_to_tensor, params)
 
-    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
-        """Implements `CohortQuery.charged_for`: nothing is derived."""
+    def expected_mu_squared(
+        self, clients_per_round: float, noise_multiplier: float
+    ) -> float:
+        """Implements `CohortQuery.expected_mu_squared`: nothing is derived."""
         return float("inf")
 
     def l2_norm_bound(self, state: RoundState) -> Scalar:
@@ -115,8 +117,8 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
         # Only the query knows how long a record may be.
-        contribution = records.bound(contribution, float("inf"), {})
-        contribution = records.zero_if_empty(contribution, client.num_examples)
+        contribution = bounded_sums.bound(contribution, float("inf"), {})
+        contribution = bounded_sums.zero_if_empty(contribution, client.num_examples)
         return contribution._replace(
             update=tf.nest.pack_sequence_as(record, contribution.update)
         )
@@ -127,7 +129,7 @@ class WrappedQuery(cohort_query.CohortQuery):
 
     def add_noise(
         self, total: Contribution, state: RoundState, stddevs: Mapping[str, Scalar]
-    ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
+    ) -> tuple[Tensors, dict[str, tf.Tensor], NoiseStateLike]:
         """Implements `CohortQuery.add_noise`: returns the query's result and state."""
         del stddevs  # The query has its own.
         # TF-Privacy's queries take float32, so the exact sum is rounded once, with a
@@ -135,12 +137,12 @@ class WrappedQuery(cohort_query.CohortQuery):
         update = tf.nest.map_structure(
             lambda part: tf.cast(part, tf.float32), total.update
         )
-        result, memory = with_own_noise(
+        result, noise_state = with_own_noise(
             lambda *arguments: self._query.get_noised_result(*arguments)[:2],
             update,
-            state.memory,
+            state.noise_state,
         )
-        return result, {}, memory
+        return result, {}, noise_state
 
     def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Implements `CohortQuery.divide`, unless the query has already divided."""
@@ -171,7 +173,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             *_, first = _run_round(
                 self._query, zeros, self._query.initial_global_state()
             )
-        *_, event = _run_round(self._query, zeros, state.memory)
+        *_, event = _run_round(self._query, zeros, state.noise_state)
         limit, actual = _mu_squared(declared), _mu_squared(event)
         limit = _mu_squared(first) if limit is None else limit
         if limit is not None and actual is not None:
@@ -191,7 +193,7 @@ class WrappedQuery(cohort_query.CohortQuery):
     def derive_metrics(self, state: RoundState) -> collections.OrderedDict:
         """Implements `DPQuery.derive_metrics`: the query's own metrics."""
         flat = collections.OrderedDict()
-        for name, value in self._query.derive_metrics(state.memory).items():
+        for name, value in self._query.derive_metrics(state.noise_state).items():
             key = "clip_norm" if name.split("/")[-1] == "clip" else name
             flat[key] = tf.cast(value, tf.float32)
         return flat
@@ -340,7 +342,7 @@ class QueryMechanism(mechanism.Mechanism):
         shapes = context.shapes or [VECTOR] * (context.num_variables or 1)
         with tf.init_scope():
             *_, event = _run_round(
-                self.query, [tf.zeros(s) for s in shapes], state.memory
+                self.query, [tf.zeros(s) for s in shapes], state.noise_state
             )
         declared = charge.normalise(self.dp_event)
         reported = charge.normalise(event)
@@ -468,7 +470,7 @@ def _has_noise(result: tf.Tensor) -> bool:
 
 def _run_two_rounds(
     query: tfp.SumAggregationDPQuery, shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[Memory, Tensors, Memory, dp_accounting.DpEvent]]:
+) -> Iterator[tuple[NoiseStateLike, Tensors, NoiseStateLike, dp_accounting.DpEvent]]:
     """Yields state, result, next state and event of two rounds without data."""
     template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
@@ -479,8 +481,8 @@ def _run_two_rounds(
 
 
 def _run_round(
-    query: tfp.SumAggregationDPQuery, template: Tensors, state: Memory
-) -> tuple[Tensors, Memory, dp_accounting.DpEvent]:
+    query: tfp.SumAggregationDPQuery, template: Tensors, state: NoiseStateLike
+) -> tuple[Tensors, NoiseStateLike, dp_accounting.DpEvent]:
     """Returns result, next state and event of a round with one client's zeros."""
     params = query.derive_sample_params(state)
     total = query.accumulate_preprocessed_record(
@@ -510,7 +512,7 @@ def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> b
         return False
 
 
-def _structure(state: Memory) -> list[tuple[list[int], tf.DType]]:
+def _structure(state: NoiseStateLike) -> list[tuple[list[int], tf.DType]]:
     leaves = [tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(state)]
     return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfdp_fl import _files, _validate, accounting, datasets
 from tfdp_fl.accounting.account import PrivacyAccount
-from tfdp_fl.accounting.ledger import new_run
+from tfdp_fl.accounting.ledger import new_id
 from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint, federated_training
@@ -326,7 +326,7 @@ class PrivateSearch:
         directory: SearchDirectory,
         state: SearchState,
         trials: list[Trial],
-        paid: accounting.Charge,
+        paid: accounting.Receipt,
     ) -> None:
         """Runs the remaining trials; the state then has the best one of all."""
         try:
@@ -349,7 +349,7 @@ class PrivateSearch:
         directory: SearchDirectory,
         state: SearchState,
         charge: accounting.RoundCharge,
-    ) -> accounting.Charge:
+    ) -> accounting.Receipt:
         """Charges the search before any trial; returns the receipt."""
         account, ledger = self._account, directory.ledger
         try:
@@ -394,7 +394,7 @@ class SearchState:
     trials: int
     initial: list[list[np.ndarray]]
     weights: list[np.ndarray]
-    run_id: str = dataclasses.field(default_factory=new_run)
+    run_id: str = dataclasses.field(default_factory=new_id)
     ledger_head: str = ""
     begun: int = 0
     best: int | None = None

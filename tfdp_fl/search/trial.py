@@ -132,7 +132,7 @@ class PublicScore:
         model: tf.keras.Model,
         training: engine.Training,
         held_out: Any,
-        paid: accounting.Charge,
+        paid: accounting.Receipt,
     ) -> float:
         """Returns the metric of a model, negated if lower is better."""
         del training, held_out, paid
@@ -203,7 +203,7 @@ class PrivateScore:
         model: tf.keras.Model,
         training: engine.Training,
         held_out: Any,
-        paid: accounting.Charge,
+        paid: accounting.Receipt,
     ) -> float:
         """Returns the noisy mean for a model, negated if lower is better."""
         held_out = example_spec.conform(model, training, held_out)
@@ -388,12 +388,12 @@ class Trial:
         )
         self._fed._engine = cohort_engine
 
-    def run(self, score: PublicScore | PrivateScore, paid: accounting.Charge) -> float:
+    def run(self, score: PublicScore | PrivateScore, paid: accounting.Receipt) -> float:
         """Trains and scores once; returns -infinity for a failed trial.
 
         `paid` is the search's receipt, which counts its trials.
         """
-        paid.use()
+        paid.redeem()
         self.reset()
         try:
             with _one_at_a_time, _silence():

@@ -6,7 +6,7 @@ One call of `next` is one round:
     clients:  update_norm, if the query is two_phase
     server:   clip_to_cohort, if the query is two_phase
     server:   derive_sample_params, broadcast
-    clients:  algorithm.make_record
+    clients:  algorithm.make_contribution
     sum:      the inner factory
     server:   the check of the cohort size; algorithm.release, once
 """
@@ -53,9 +53,9 @@ def create_cohort_process(
       plan: The values that change from round to round, and the allowed cohorts.
       value_type: Type of one client's value, a structure of float tensors.
       weight_type: Type of each client's second value, which is passed to
-        `algorithm.make_record`; None if there is none.
-      inner_factory: Sums the updates (see `create_record_sum`).
-      scalars_factory: Sums the records' other numbers.
+        `algorithm.make_contribution`; None if there is none.
+      inner_factory: Sums the updates (see `create_sum`).
+      scalars_factory: Sums the contributions' other numbers.
     """
     end_worker_at_exit()
     client_types = [value_type]
@@ -91,22 +91,22 @@ def create_cohort_process(
         clip_to_cohort = _create_clip_to_cohort(
             query, plan, query_state_type, value_type
         )
-    make_record = create_record_fn(
+    make_contribution = create_contribution_fn(
         query,
         derive_sample_params.type_signature.result,
         client_types,
         exact_update=_is_plain(inner_factory),
         exact_scalars=_is_plain(scalars_factory),
     )
-    record_type = make_record.type_signature.result
-    sum_process = create_record_sum(record_type, inner_factory, scalars_factory)
+    contribution_type = make_contribution.type_signature.result
+    sum_process = create_sum(contribution_type, inner_factory, scalars_factory)
     release_round = _create_release(
         query,
         plan,
         sum_process.next.type_signature.result.result.member,
         (query_state_type, np.int32, empty_history.type_signature.result),
         value_type,
-        packed=record_type.update.is_equivalent_to(value_type),
+        packed=contribution_type.update.is_equivalent_to(value_type),
     )
 
     @tff.tensorflow.computation(
@@ -136,8 +136,8 @@ def create_cohort_process(
         params = tff.federated_broadcast(
             tff.federated_map(derive_sample_params, query_state)
         )
-        record = tff.federated_map(make_record, (params, value, *weight))
-        total = sum_process.next(server_state.sum_state, record)
+        contribution = tff.federated_map(make_contribution, (params, value, *weight))
+        total = sum_process.next(server_state.sum_state, contribution)
         mean, measurements, new_query_state, rounds, history = tff.federated_map(
             release_round,
             (total.result, query_state, server_state.rounds, server_state.history),
@@ -192,16 +192,16 @@ def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Nest:
     return build(value_type)
 
 
-def create_record_sum(
-    record_type: tff.types.StructWithPythonType,
+def create_sum(
+    contribution_type: tff.types.StructWithPythonType,
     inner_factory: tff.aggregators.UnweightedAggregationFactory | None,
     scalars_factory: tff.aggregators.UnweightedAggregationFactory | None,
 ) -> tff.templates.AggregationProcess:
-    """Returns the process that sums records.
+    """Returns the process that sums contributions.
 
     Args:
-      record_type: Type of an `OrderedDict` of `update` (the mechanism's record of a
-        client's value) and `scalars` (its other numbers).
+      contribution_type: Type of an `OrderedDict` of `update` (the mechanism's
+        contribution of a client's value) and `scalars` (its other numbers).
       inner_factory: Sums the updates; None for `tff.aggregators.SumFactory`.
       scalars_factory: Sums the scalars; None for the same.
 
@@ -211,21 +211,21 @@ def create_record_sum(
     """
     if inner_factory is None and scalars_factory is None:
         # One aggregation for both needs half the calls per client.
-        return tff.aggregators.SumFactory().create(record_type)
+        return tff.aggregators.SumFactory().create(contribution_type)
     plain_sum = tff.aggregators.SumFactory()
-    updates = (inner_factory or plain_sum).create(record_type.update)
-    scalars = (scalars_factory or plain_sum).create(record_type.scalars)
+    updates = (inner_factory or plain_sum).create(contribution_type.update)
+    scalars = (scalars_factory or plain_sum).create(contribution_type.scalars)
 
     @tff.federated_computation
     def init_fn():
         return tff.federated_zip((updates.initialize(), scalars.initialize()))
 
     @tff.federated_computation(
-        init_fn.type_signature.result, tff.FederatedType(record_type, tff.CLIENTS)
+        init_fn.type_signature.result, tff.FederatedType(contribution_type, tff.CLIENTS)
     )
-    def next_fn(state, record):
-        update_sum = updates.next(state[0], record.update)
-        scalar_sum = scalars.next(state[1], record.scalars)
+    def next_fn(state, contribution):
+        update_sum = updates.next(state[0], contribution.update)
+        scalar_sum = scalars.next(state[1], contribution.scalars)
         return tff.templates.MeasuredProcessOutput(
             state=tff.federated_zip((update_sum.state, scalar_sum.state)),
             result=tff.federated_zip(
@@ -239,35 +239,35 @@ def create_record_sum(
     return tff.templates.AggregationProcess(init_fn, next_fn)
 
 
-def create_record_fn(
+def create_contribution_fn(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
     client_types: list[tff.types.Type],
     exact_update: bool,
     exact_scalars: bool,
 ) -> tff.Computation:
-    """Returns the computation that makes a client's record.
+    """Returns the computation that makes a client's contribution.
 
     Args:
       query: The mechanism's query.
       params_type: The type of the params that clients receive.
       client_types: The types of the value and of the weight, if any.
       exact_update: Whether clients send updates as float64, whose sums are exact
-        (`mechanisms.records`); a secure sum gets them in their own dtype.
-      exact_scalars: Likewise for the record's other numbers.
+        (`mechanisms.bounded_sums`); a secure sum gets them in their own dtype.
+      exact_scalars: Likewise for the contribution's other numbers.
     """
     value_type = client_types[0]
 
     def preprocess(params, value, *weight):
         client = [contribution.ClientContext(num_examples=number) for number in weight]
         tensors = to_list(value)
-        record = algorithm.make_record(query, params, tensors, *client)
+        contribution = algorithm.make_contribution(query, params, tensors, *client)
         # A mechanism's own functions must keep nothing of a client for the next.
         allowed_operations.check(
             tf.compat.v1.get_default_graph().as_graph_def(),
             allow_list=allowed_operations.IN_TFF | _ENTROPY,
         )
-        fields = collections.OrderedDict(record._asdict())
+        fields = collections.OrderedDict(contribution._asdict())
         update = fields.pop("update")
         if exact_update:
             update = _as_float64(update)
@@ -321,19 +321,19 @@ def _create_release(
         update = to_list(total["update"]) if packed else total["update"]
         # (The state may come from another process.)
         reported = query.check_reported_event(query_state)
-        record = cohort_query.after_assertions(
+        summed = cohort_query.after_assertions(
             [size, *reported, *plan.check_sums(query, query_state)],
             contribution.Contribution(update=update, sums=sums, **scalars),
         )
         # The noise must be at least what the recorded line was charged for.
         mean, new_state = algorithm.release(
-            query, record, query_state, plan.charged_at(round_index)
+            query, summed, query_state, plan.charged_at(round_index)
         )
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
-            clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
-            mean_update_norm=tf.math.divide_no_nan(record.norm, size),
-            discarded_clients=tf.cast(tf.round(record.discarded), tf.int32),
+            clipped_fraction=tf.math.divide_no_nan(summed.clipped, size),
+            mean_update_norm=tf.math.divide_no_nan(summed.norm, size),
+            discarded_clients=tf.cast(tf.round(summed.discarded), tf.int32),
             cohort_size=tf.cast(size, tf.int32),
         )
         return (

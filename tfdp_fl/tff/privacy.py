@@ -119,33 +119,33 @@ def privacy_charges(
         )
     ]
     if isinstance(mechanism, CorrelatedNoise):
-        most = max_participations
+        limit = max_participations
         if sampling == Sampling.CYCLIC:
-            events = _apply_group_order(events, draws_by_round, mechanism, most)
+            events = _apply_group_order(events, draws_by_round, mechanism, limit)
         else:
-            most = min(mechanism.pattern.most, most or mechanism.pattern.most)
+            limit = min(mechanism.pattern.k, limit or mechanism.pattern.k)
         for start in range(0, len(lines), mechanism.event_period):
             segment = accounted.history[1][start : start + mechanism.event_period]
-            if most is not None:
-                _check_participations([*map(float, segment)], most, num_clients)
+            if limit is not None:
+                _check_participations([*map(float, segment)], limit, num_clients)
     charges = []
     for index, (event, draws) in enumerate(zip(events, draws_by_round, strict=True)):
         size = lines[index]["clients_per_round"]
         participation = _last_participation(draws, sampling, num_clients, size)
         for draw in draws:
             participation = accounting.Participation.from_json(draw["participation"])
-            if draw is draws[-1] or participation.charge_if_abandoned:
-                charges.append(participation.charge(event))
+            if draw is draws[-1] or participation.is_charged_if_abandoned:
+                charges.append(participation.cost(event))
         if not draws:
-            charges.append(participation.charge(event))
+            charges.append(participation.cost(event))
         elif context.sampling == Sampling.SHUFFLED:
             line = {"clients_per_round": participation.clients_per_round}
             _check_answered(index, accounted.history[1][index], line, context)
     for draw in later_draws:
         participation = accounting.Participation.from_json(draw["participation"])
-        if participation.charge_if_abandoned:
+        if participation.is_charged_if_abandoned:
             charges.append(
-                participation.charge(mechanism.round_event(len(lines), context))
+                participation.cost(mechanism.round_event(len(lines), context))
             )
     return charges
 
@@ -407,13 +407,13 @@ def _compose_plan(
     if noise_multiplier is None or not is_constant or mechanism.min_separation:
         return None
     population, size = declared["num_clients"], schedules.value_at(sizes, 0, "m")
-    if draws_by_round[-1] and sampling in charge_lib.IN_PASSES:
+    if draws_by_round[-1] and sampling in charge_lib.TAKING_TURNS:
         plan = sampling, population, size, num_ahead
         return composition.with_charges(*planning.plan_charges(noise_multiplier, *plan))
     participation = _last_participation(
         draws_by_round[-1], sampling, population, float(size)
     )
-    one = participation.charge(dp_accounting.GaussianDpEvent(noise_multiplier))
+    one = participation.cost(dp_accounting.GaussianDpEvent(noise_multiplier))
     return composition.with_charges((one, num_ahead))
 
 

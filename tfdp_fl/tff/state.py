@@ -127,7 +127,7 @@ def history_line(
 def charged_by(
     line: str, query: cohort_query.CohortQuery, noise_multiplier: float
 ) -> float:
-    """Returns `CohortQuery.paid_for` of a round's `history_line`.
+    """Returns `CohortQuery.paid_mu_squared` of a round's `history_line`.
 
     It is infinite for a local guarantee, whose noise the server does not add.
     """
@@ -135,7 +135,7 @@ def charged_by(
     if "event" not in fields:
         return math.inf
     z = charge.noise_multiplier_of(charge.event_from_json(fields["event"]))
-    return query.paid_for(z, fields["clients_per_round"], noise_multiplier)
+    return query.paid_mu_squared(z, fields["clients_per_round"], noise_multiplier)
 
 
 def tabulate(
@@ -460,7 +460,7 @@ class AggregatorState(NamedTuple):
     Attributes:
       query_state: The state of the mechanism's query, such as the clip.
       rounds: Int32 scalar, the number of aggregated rounds.
-      sum_state: The states of the factories that sum the records.
+      sum_state: The states of the factories that sum contributions.
       history: A `RoundHistory`.
     """
 
@@ -581,7 +581,7 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         )
     for draw in later_draws:
         participation = charge.Participation.from_json(draw["participation"])
-        is_free = participation.charge_if_abandoned
+        is_free = participation.is_charged_if_abandoned
         if participation.draws_depend_on_each_other and not is_free:
             raise RuntimeError(
                 "cohort must be the last one that the state was given, which has a "

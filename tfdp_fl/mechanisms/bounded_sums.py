@@ -1,23 +1,24 @@
-"""The one door through which a client's record enters a sum.
+"""The one door through which a client's contribution enters a sum.
 
 Wherever an update was trained and however it was clipped, under a central guarantee its
-record passes `bound` (or `bound_factor`, if only its norm is known) and `to_grid`; one
-that is added alone passes `add`. (Side by side, `_sum_of` in engine/side_by_side.py
-rounds; `accumulate` in engine/lookups.py adds the embedding rows that a client used;
-Flower's server does the same in NumPy, in flower/sums.py.) Together they ensure two of
-the five rules in docs/architecture.md:
+contribution passes `bound` (or `bound_factor`, if only its norm is known) and
+`to_grid`; one that is added alone passes `add`. (Side by side, `_sum_of` in
+engine/side_by_side.py rounds; `accumulate` in engine/lookups.py adds the embedding rows
+that a client used; Flower's server does the same in NumPy, in flower/sums.py.) Together
+they ensure two of the five rules in docs/architecture.md:
 
-One door. `as_tensors` makes dense tensors of a record, so that what is measured is what
-is added, and requires the update's shapes. `bound` replaces it by zeros if it is longer
-than the mechanism's bound, is not finite, or has side sums or a weight outside their
-declared ranges. `add` only adds tensors of the sum's own shapes, and never broadcasts.
+One door. `as_tensors` makes dense tensors of a contribution, so that what is measured
+is what is added, and requires the update's shapes. `bound` replaces it by zeros if it
+is longer than the mechanism's bound, is not finite, or has side sums or a weight
+outside their declared ranges. `add` only adds tensors of the sum's own shapes, and
+never broadcasts.
 
-Exact sums. `to_grid` rounds a record to integer multiples of a step that depends only
-on the clip and the expected cohort size. Float64 adds up such numbers without any
+Exact sums. `to_grid` rounds a contribution to integer multiples of a step that depends
+only on the clip and the expected cohort size. Float64 adds up such numbers without any
 rounding, in any order and grouping. So adding or removing a client changes the sum by
-exactly its own record, and a record of zeros changes no bit. Where the noise is far
-larger than a step of 2^-20 S, `to_steps` makes int32 multiples of that, which take half
-the memory and time.
+exactly its own contribution, and a contribution of zeros changes no bit. Where the
+noise is far larger than a step of 2^-20 S, `to_int32` makes int32 multiples of that,
+which take half the memory and time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tfdp_fl.mechanisms.contribution import Contribution, Scalar
 # The relative rounding error allowed in a computed norm (docs/clipping.md).
 _ROUNDING = 1e-5
 
-# Float64 represents integers up to 2^53 exactly; see `step`.
+# Float64 represents integers up to 2^53 exactly; see `fine_grid_step`.
 _STEP_BITS = 49
 
 
@@ -70,22 +71,22 @@ def as_tensors(
 
 
 def bound(
-    record: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
+    contribution: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
 ) -> Contribution:
     """Returns a client's contribution, or zeros if it exceeds the declared bounds.
 
     Args:
-      record: The clipped contribution, without noise.
+      contribution: The clipped contribution, without noise.
       norm_bound: S, scalar: the L2 bound on a contribution. Below
         `SMALLEST_CLIP_NORM`, where float32 measures norms as 0, the update is zeros.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
-    norm, usable = clipping.finite_global_norm(list(record.update))
+    norm, usable = clipping.finite_global_norm(list(contribution.update))
     is_bounded = usable & (norm <= norm_bound * (1 + _ROUNDING))
-    record = _bound_sides(record, is_bounded, side_bounds)
-    counts = (record.discarded < 1) & _is_measurable(norm_bound)
-    update = clipping.multiply(record.update, tf.cast(counts, tf.float32))
-    return record._replace(update=update)
+    contribution = _bound_sides(contribution, is_bounded, side_bounds)
+    counts = (contribution.discarded < 1) & _is_measurable(norm_bound)
+    update = clipping.multiply(contribution.update, tf.cast(counts, tf.float32))
+    return contribution._replace(update=update)
 
 
 def _is_measurable(norm_bound: Scalar) -> tf.Tensor:
@@ -93,46 +94,48 @@ def _is_measurable(norm_bound: Scalar) -> tf.Tensor:
 
 
 def bound_factor(
-    record: Contribution,
+    contribution: Contribution,
     norm: tf.Tensor,
     norm_bound: Scalar,
     side_bounds: Mapping[str, float],
 ) -> Contribution:
-    """Like `bound`, where `record.update` is the factor that scales an update.
+    """Like `bound`, where `contribution.update` is the factor that scales an update.
 
     Args:
-      record: Contributions of any shape.
+      contribution: Contributions of any shape.
       norm: Float32, the same shape: the norms of the updates, or upper bounds.
       norm_bound: S, scalar.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
-    factor: Any = record.update
+    factor: Any = contribution.update
     is_bounded = (factor >= 0) & (factor * norm <= norm_bound * (1 + _ROUNDING))
-    record = _bound_sides(record, is_bounded, side_bounds)
-    counts = (record.discarded < 1) & _is_measurable(norm_bound)
-    return record._replace(update=tf.where(counts, factor, 0.0))
+    contribution = _bound_sides(contribution, is_bounded, side_bounds)
+    counts = (contribution.discarded < 1) & _is_measurable(norm_bound)
+    return contribution._replace(update=tf.where(counts, factor, 0.0))
 
 
 def _bound_sides(
-    record: Contribution, is_bounded: tf.Tensor, side_bounds: Mapping[str, float]
+    contribution: Contribution, is_bounded: tf.Tensor, side_bounds: Mapping[str, float]
 ) -> Contribution:
-    is_bounded &= (record.weight >= 0) & (record.weight <= 1)
-    if set(record.sums) != set(side_bounds):
+    is_bounded &= (contribution.weight >= 0) & (contribution.weight <= 1)
+    if set(contribution.sums) != set(side_bounds):
         raise ValueError(
             "side_statistics must return a number for each name in side_bounds, "
-            f"{sorted(side_bounds)}, got {sorted(record.sums)}."
+            f"{sorted(side_bounds)}, got {sorted(contribution.sums)}."
         )
     for name, limit in side_bounds.items():
         # (False for a NaN.)
-        is_bounded &= tf.abs(record.sums[name]) <= limit
-    return record._replace(
+        is_bounded &= tf.abs(contribution.sums[name]) <= limit
+    return contribution._replace(
         # In declared order, as they are stacked and unstacked by position.
         sums={
-            name: _on_side_grid(tf.where(is_bounded, record.sums[name], 0.0), limit)
+            name: _on_side_grid(
+                tf.where(is_bounded, contribution.sums[name], 0.0), limit
+            )
             for name, limit in side_bounds.items()
         },
-        weight=tf.where(is_bounded, record.weight, 0.0),
-        discarded=tf.where(is_bounded, record.discarded, 1.0),
+        weight=tf.where(is_bounded, contribution.weight, 0.0),
+        discarded=tf.where(is_bounded, contribution.discarded, 1.0),
     )
 
 
@@ -148,25 +151,27 @@ def _on_side_grid(value: tf.Tensor, limit: float) -> tf.Tensor:
     return tf.round(value * steps) / steps
 
 
-def zero_if_empty(record: Contribution, num_examples: Scalar | None) -> Contribution:
-    """Returns a client's record; all zeros for a client without examples.
+def zero_if_empty(
+    contribution: Contribution, num_examples: Scalar | None
+) -> Contribution:
+    """Returns a client's contribution; all zeros for a client without examples.
 
     Neighbouring runs replace a client by an empty one. Otherwise, its zero norm would
     count as below the clip, and an upload_hook could upload for it, so one client would
-    move a sum by two records.
+    move a sum by two contributions.
 
     Args:
-      record: The record.
+      contribution: The contribution.
       num_examples: Scalar, the client's number of examples; None if unknown.
     """
     if num_examples is None:
-        return record
+        return contribution
     return tf.nest.map_structure(
-        lambda part: tf.where(num_examples > 0, part, tf.zeros_like(part)), record
+        lambda part: tf.where(num_examples > 0, part, tf.zeros_like(part)), contribution
     )
 
 
-def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
+def fine_grid_step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
     """Returns the step of the grid: a power of two, float32 scalar; 0 for none.
 
     It is more than S (m + 16) 2^-50, so the sum of 4 (m + 16) coordinates, each at
@@ -184,10 +189,10 @@ def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
 
 
 # Int32 holds the sum of this many numbers of up to 2^21 steps each, and rounding.
-MOST_IN_STEPS = 512
+MAX_INT32_CLIENTS = 512
 
 
-def coarse_step(norm_bound: Scalar) -> tf.Tensor:
+def coarse_grid_step(norm_bound: Scalar) -> tf.Tensor:
     """Returns the step of int32 sums: the largest power of two up to S, times 2^-20.
 
     A coordinate of at most S, which is less than twice that power, is less than 2^21
@@ -200,7 +205,7 @@ def coarse_step(norm_bound: Scalar) -> tf.Tensor:
     return power_of_two_below(s) * 2.0**-20
 
 
-def to_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+def to_int32(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
     """Returns an update in whole steps, int32, rounded towards zero.
 
     So its norm does not increase.
@@ -208,7 +213,7 @@ def to_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
     return [tf.cast(tf.cast(t, tf.float32) / step, tf.int32) for t in update]
 
 
-def from_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+def from_int32(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
     """Converts sums of whole steps back to updates, float64 and exact."""
     return [tf.cast(t, tf.float64) * tf.cast(step, tf.float64) for t in update]
 
@@ -238,8 +243,8 @@ def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
     return list(map(round_off, update))
 
 
-def add(total: Contribution, record: Contribution) -> Contribution:
-    """Adds one client's record to a sum in float64.
+def add(total: Contribution, contribution: Contribution) -> Contribution:
+    """Adds one client's contribution to a sum in float64.
 
     Raises:
       ValueError: The number or the shapes of its tensors differ from the sum's.
@@ -249,7 +254,7 @@ def add(total: Contribution, record: Contribution) -> Contribution:
         part = tf.convert_to_tensor(part)
         if not tensor.shape.is_compatible_with(part.shape):
             raise ValueError(
-                "A client's record must have the shapes of the sum, and is never "
+                "A client's contribution must have the shapes of the sum, and is never "
                 f"broadcast: got {part.shape} where the sum has {tensor.shape}. "
                 "Mechanisms and upload_hook return one tensor for each variable, of "
                 "its shape."
@@ -259,24 +264,24 @@ def add(total: Contribution, record: Contribution) -> Contribution:
             return _add_in_place(tensor, part)
         return tensor + tf.cast(part, tensor.dtype)
 
-    tf.nest.assert_same_structure(total, record)
-    return tf.nest.map_structure(add_tensor, total, record)
+    tf.nest.assert_same_structure(total, contribution)
+    return tf.nest.map_structure(add_tensor, total, contribution)
 
 
-# Larger tensors are added in this many parts, as a record in float64 takes as much
-# memory as the sum. (For smaller ones, time matters more.)
+# Larger tensors are added in this many parts, as a contribution in float64 takes as
+# much memory as the sum. (For smaller ones, time matters more.)
 _LARGE, _PARTS = 2**24, 32
 
 
 def _add_in_place(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
     """Returns whole + part. A loop that carries only the sum writes it in place."""
     size = whole.shape.num_elements()
-    record, total = tf.reshape(part, [-1]), tf.reshape(whole, [-1])
+    contribution, total = tf.reshape(part, [-1]), tf.reshape(whole, [-1])
     for start in range(0, size, -(-size // _PARTS)):
         stop = min(start + -(-size // _PARTS), size)
         # One part at a time, to save memory.
         with tf.control_dependencies([total]):
-            some = tf.cast(tf.identity(record)[start:stop], total.dtype)
+            some = tf.cast(tf.identity(contribution)[start:stop], total.dtype)
         total = tf.raw_ops.TensorStridedSliceUpdate(
             input=total,
             begin=[start],

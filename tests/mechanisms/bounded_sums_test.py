@@ -19,7 +19,7 @@ from tests.keras import toy
 from tests.mechanisms import rounds
 from tfdp_fl import algorithm, mechanisms
 from tfdp_fl._lazy_tf import tfp
-from tfdp_fl.mechanisms import clipping, noise, records
+from tfdp_fl.mechanisms import bounded_sums, clipping, noise
 from tfdp_fl.mechanisms.contribution import Contribution, PrivacyContext
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
@@ -119,13 +119,15 @@ def test_rows_that_repeat_are_added_up_before_they_are_measured():
         query = made.bind(PrivacyContext(clients_per_round=2, shapes=((4, 2),)))
         state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
         params = query.derive_sample_params(state)
-        one = algorithm.make_record(query, params, update)
-        (sent,) = records.add(query.initial_sample_state([tf.ones([4, 2])]), one).update
+        one = algorithm.make_contribution(query, params, update)
+        (sent,) = bounded_sums.add(
+            query.initial_sample_state([tf.ones([4, 2])]), one
+        ).update
         assert np.linalg.norm(sent) <= 0.3 * (1 + 1e-5)
         assert (np.linalg.norm(sent) > 0) == (made is _FIXED)
     for wrong in (["text"], [tf.ones([4, 2], tf.int32)]):
         with pytest.raises(ValueError, match="must be a list of float tensors"):
-            algorithm.make_record(query, params, wrong)
+            algorithm.make_contribution(query, params, wrong)
 
 
 class _Shrinks(_Own):
@@ -141,7 +143,7 @@ def test_a_record_with_other_shapes_than_the_update_is_refused_before_it_is_adde
     query = _Shrinks().bind(PrivacyContext(clients_per_round=2, shapes=((8, 8),)))
     state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
     with pytest.raises(ValueError, match="with the variable's shape, got"):
-        algorithm.make_record(
+        algorithm.make_contribution(
             query, query.derive_sample_params(state), [tf.ones([8, 8])]
         )
 
@@ -154,8 +156,8 @@ def test_below_the_smallest_clip_nothing_is_added(clip):
         norm = clipping.global_norm([update])
         factor = Contribution(clipping.clip_factor(norm, clip), {}, *[0.0] * 4)
         whole = factor._replace(update=clipping.multiply([update], factor.update))
-        scaled = update * records.bound_factor(factor, norm, clip, {}).update
-        bounded = records.bound(whole, clip, {}).update[0]
+        scaled = update * bounded_sums.bound_factor(factor, norm, clip, {}).update
+        bounded = bounded_sums.bound(whole, clip, {}).update[0]
         for sent in (scaled, bounded):
             assert np.linalg.norm(np.float64(sent)) <= clip * (1 + 1e-5)
             assert bool(np.any(sent)) == (clip >= 1e-10)
@@ -210,12 +212,12 @@ def test_what_no_norm_shows_is_not_scaled_up(size, guard):
     query, state = rounds.bound(_Normalised(guard=guard))
     update = [tf.fill([1000], np.float32(size))]
     state = query.begin_round(state, 1.0, 8.0)
-    record = algorithm.make_record(query, state, update)
+    record = algorithm.make_contribution(query, state, update)
     total = np.linalg.norm(record.update[0].numpy().astype(np.float64))
     assert total <= 0.3 * (1 + 1e-5)
     assert float(record.discarded) == (guard < 1e-12 and size < 1)
     norms, usable = tf.zeros([1]), tf.ones([1], tf.bool)
-    factors = query.record_of_norm(norms, usable, state).update
+    factors = query.contributions_of_norms(norms, usable, state).update
     assert 1000**0.5 * 1e-19 * float(factors[0]) <= 0.3
 
 
@@ -271,11 +273,13 @@ def test_nothing_is_broadcast_into_a_sum():
     ):
         one = Contribution(update=update, sums={}, **fields)
         with pytest.raises(ValueError, match="never broadcast"):
-            records.add(total, one)
+            bounded_sums.add(total, one)
     with pytest.raises(ValueError):
-        records.add(total, Contribution(update=[tf.ones([4, 1])], sums={}, **fields))
+        bounded_sums.add(
+            total, Contribution(update=[tf.ones([4, 1])], sums={}, **fields)
+        )
     # As a hook may hand it in, on every way to train.
-    for options in ({}, {"collect_records": True}, {"at_once": 3}):
+    for options in ({}, {"collect_contributions": True}, {"at_once": 3}):
         with pytest.raises(ValueError, match=r"upload_hook.*one tensor per variable"):
             engine = cohorts.make_engine(
                 cohorts.mlp(),
@@ -297,8 +301,8 @@ _SIZES = st.sampled_from([1e-10, 1e-3, 0.3, 1.0, 1.9999999, 1e6, 1e29])
 def test_sums_of_records_are_exact_in_any_order(values, clip, random):
     with np.errstate(all="ignore"):
         given_values = np.float32(clip) * np.float32(values)
-    step = records.step(tf.constant(clip, tf.float32), 10.0)
-    (on_grid,) = records.to_grid([tf.constant(given_values)], step)
+    step = bounded_sums.fine_grid_step(tf.constant(clip, tf.float32), 10.0)
+    (on_grid,) = bounded_sums.to_grid([tf.constant(given_values)], step)
     numbers = on_grid.numpy().astype(np.float64)
     assert float(step) <= clip * 26 * 2.0**-48
     np.testing.assert_array_equal(
@@ -328,7 +332,7 @@ def test_side_sums_are_exact_in_any_order(values, limit, random):
     def bounded(value):
         ones = tf.ones([])
         record = Contribution([], {"side": value}, ones, ones, ones, 0 * ones)
-        return records.bound_factor(
+        return bounded_sums.bound_factor(
             record._replace(update=ones), ones, 1.0, {"side": limit}
         ).sums["side"]
 
@@ -345,32 +349,32 @@ def test_side_sums_are_exact_in_any_order(values, limit, random):
 def test_rounding_to_whole_steps_never_increases_a_norm(values, clip):
     with np.errstate(all="ignore"):
         given_values = np.float32(clip) * np.float32(values)
-    step = records.coarse_step(clip)
+    step = bounded_sums.coarse_grid_step(clip)
     assert clip * 2.0**-21 < float(step) <= np.float32(clip) * 2.0**-20
-    steps = records.to_steps([tf.constant(given_values)], step)
-    (numbers,) = records.from_steps(steps, step)
+    steps = bounded_sums.to_int32([tf.constant(given_values)], step)
+    (numbers,) = bounded_sums.from_int32(steps, step)
     rest = np.abs(given_values.astype(np.float64)) - np.abs(numbers)
     assert np.all((rest >= 0) & (rest < float(step)))
     assert np.all(np.sign(numbers) * np.sign(given_values) >= 0)
     # As many as there may be, each as long as a clip may be, do not overflow.
     most = int(1 + 1.00001 * clip / float(step))
-    assert most * records.MOST_IN_STEPS < 2**31
+    assert most * bounded_sums.MAX_INT32_CLIENTS < 2**31
 
 
 @pytest.mark.parametrize("clip", [0.0, 1e-44, 1e-20])
 def test_below_the_smallest_clip_a_step_is_a_number(clip):
-    step = records.coarse_step(clip)
+    step = bounded_sums.coarse_grid_step(clip)
     assert float(step) >= np.finfo(np.float32).tiny
-    assert not np.any(records.to_steps([tf.zeros([2])], step)[0])
+    assert not np.any(bounded_sums.to_int32([tf.zeros([2])], step)[0])
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_numbers_of_any_size_are_rounded_to_whole_steps(sign):
-    step = records.step(tf.constant(0.3, tf.float32), 10.0)
+    step = bounded_sums.fine_grid_step(tf.constant(0.3, tf.float32), 10.0)
     powers = 2.0 ** np.arange(0, 40)[:, np.newaxis]
     steps = powers * np.array([1.0, 1.25, 1.5, 1.75]) + np.array([0.25, 0.5, 0.75, 0])
     given_values = np.float32(sign * steps * float(step))
-    (on_grid,) = records.to_grid([tf.constant(given_values)], step)
+    (on_grid,) = bounded_sums.to_grid([tf.constant(given_values)], step)
     numbers = on_grid.numpy().astype(np.float64) / float(step)
     np.testing.assert_array_equal(np.round(numbers), numbers)
 
@@ -386,18 +390,18 @@ def test_a_large_sum_that_is_written_in_place_is_the_same(shape, jit_compile):
     def add_twice(whole, part):
         total = Contribution([whole], {}, *4 * [tf.zeros([])])
         one = total._replace(update=[part])
-        return records.add(records.add(total, one), one).update[0]
+        return bounded_sums.add(bounded_sums.add(total, one), one).update[0]
 
     before = tf.constant(whole)
-    with mock.patch.object(records, "_LARGE", 16):
+    with mock.patch.object(bounded_sums, "_LARGE", 16):
         total = add_twice(before, tf.constant(part))
     np.testing.assert_array_equal(total, whole + part + part)
     np.testing.assert_array_equal(before, whole)
 
 
 def test_without_a_bound_there_is_no_grid():
-    assert float(records.step(tf.constant(np.inf), 10.0)) == 0.0
-    (same,) = records.to_grid([tf.constant([1e-30, 3.7])], tf.constant(0.0))
+    assert float(bounded_sums.fine_grid_step(tf.constant(np.inf), 10.0)) == 0.0
+    (same,) = bounded_sums.to_grid([tf.constant([1e-30, 3.7])], tf.constant(0.0))
     np.testing.assert_array_equal(same, np.float32([1e-30, 3.7]))
 
 
@@ -405,19 +409,19 @@ def test_ten_thousand_clients_more_move_a_sum_by_their_records():
     # In float32, each addition to a large sum would be lost (5 clips of 20 481).
     query, state = rounds.bound(_FIXED, clients_per_round=20_000)
     params = query.derive_sample_params(query.begin_round(state, 1.0, 20_000.0))
-    small = algorithm.make_record(query, params, [tf.fill([1], -2.2e-8)])
-    large = algorithm.make_record(query, params, [tf.fill([1], 7.0)])
+    small = algorithm.make_contribution(query, params, [tf.fill([1], -2.2e-8)])
+    large = algorithm.make_contribution(query, params, [tf.fill([1], 7.0)])
     total = query.initial_sample_state([tf.zeros([1])])
     total = total._replace(update=[4097 * tf.cast(large.update[0], tf.float64)])
     for _ in range(1000):
         before = total
-        total = records.add(before, small)
+        total = bounded_sums.add(before, small)
     moved = 4097 * float(large.update[0][0]) + 1000 * float(small.update[0][0])
     assert float(total.update[0][0]) == moved
     assert float(small.update[0][0]) == pytest.approx(-2.2e-8, rel=0.05)
     # Whole numbers of a step: what is far below one is nothing.
     assert (
-        not algorithm.make_record(query, params, [tf.fill([1], 1e-13)])
+        not algorithm.make_contribution(query, params, [tf.fill([1], 1e-13)])
         .update[0]
         .numpy()
     )
@@ -440,6 +444,6 @@ def test_short_floats_are_clipped_as_float32(kind, dtype):
     generator = np.random.default_rng(0)
     for _ in range(20):
         update = [tf.cast(generator.normal(size=(40, 30)), dtype) for _ in range(3)]
-        one = algorithm.make_record(query, params, update)
+        one = algorithm.make_contribution(query, params, update)
         length = np.linalg.norm(rounds.flat(one.update).astype(float))
         assert 0.29 < length <= 0.3 * (1 + 1e-5)
