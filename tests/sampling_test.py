@@ -478,7 +478,7 @@ def test_a_pass_that_is_allocated_anew_under_a_seed_is_another_pass():
         charges.append(sampler.charge(sampler.draw(), event))
     poisson = accounting.Participation(
         sampling="poisson", num_clients=40, clients_per_round=20
-    ).charge(event)
+    ).cost(event)
     independent = accounting.PrivacyAccountant([(poisson, 2)])
     said = accounting.PrivacyAccountant(charges)
     for delta in (1e-3, 1e-6):

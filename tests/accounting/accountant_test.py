@@ -367,7 +367,7 @@ def test_who_is_interrupted_while_adding_pays_when_adding_again(sampling):
         place = {**fields, **place} if fields else {}
         return charge_lib.Participation(
             sampling=sampling, num_clients=30, clients_per_round=10, **place
-        ).charge(_G(2.0))
+        ).cost(_G(2.0))
 
     file, lines = accountant_lib.__file__, [0]
 

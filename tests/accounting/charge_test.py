@@ -62,7 +62,7 @@ def test_json_round_trip_is_exact(sampling, n, share, z, index):
     fields = {k: v for k, v in vars(charge).items() if k not in ("event", "_json")}
     fields.pop("noise_multiplier")
     who = charge_lib.Participation(**fields)
-    assert who.charge(charge.event) == charge
+    assert who.cost(charge.event) == charge
     assert charge_lib.Participation.from_json(who.to_json()) == who
 
 

@@ -122,7 +122,7 @@ def paid(mu_squared: float = np.inf) -> Any:
         event = dp_accounting.GaussianDpEvent(mu_squared**-0.5)
     charge = accounting.Participation(
         sampling="poisson", num_clients=10, clients_per_round=5
-    ).charge(event)
+    ).cost(event)
     return accounting.PrivacyAccount("central", 10).charge(
         charge, round_index=0, cohort_size=5, positions=np.arange(5)
     )

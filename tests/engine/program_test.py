@@ -38,8 +38,8 @@ def test_large_sums_and_clips_of_threads_do_not_meet():
         return whole, tf.while_loop(lambda k, _: k < 3, body, (0, x))[1]
 
     traced = program.Program(function, _spec(None))
-    functions = (each.node_def for each in traced.definition.library.function)
-    nodes = itertools.chain(traced.definition.node, *functions)
+    functions = (each.node_def for each in traced.graph_def.library.function)
+    nodes = itertools.chain(traced.graph_def.node, *functions)
     assert {node.attr["N"].i for node in nodes if node.op == "AddN"} == {2}
     rng = np.random.default_rng(0)
     inputs = [rng.normal(size=400_000).astype(np.float32) for _ in range(8)]

@@ -38,7 +38,7 @@ def test_what_a_hundred_rounds_of_a_thousand_nodes_cost(way, epsilon):
             place = strategy._allocation.draw(())[1]
         who = dataclasses.replace(strategy._participation, **place)
         event = fm.NOISY.round_event(0, strategy._context)
-        strategy._history._account.central.add(who.charge(event))
+        strategy._history._account.central.add(who.cost(event))
     assert strategy.privacy_epsilon(1e-5, "pld") == pytest.approx(epsilon, abs=5e-3)
 
 

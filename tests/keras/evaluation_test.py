@@ -568,7 +568,7 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
     assert "rounds_charged_twice" not in other.run.caveats
     rounds = _rounds(other)
     assert rounds.rounds == 3
-    rounds.add(_private().charge("shuffled", toy.NUM_CLIENTS), 2)
+    rounds.add(_private().cost("shuffled", toy.NUM_CLIENTS), 2)
     assert other.epsilon(_DELTA) == pytest.approx(rounds.epsilon(_DELTA), abs=1e-6)
     assert other.epsilon(_DELTA) > fed.epsilon(_DELTA)
     # What was taken away is not made anew.
@@ -611,7 +611,7 @@ def test_a_client_that_is_too_large_fails_alone_at_the_same_cost(streamed, limit
     sizes = [5, 5, 30, 5]
     clients = tfdp_fl.datasets.as_federated([toy.arrays(n, seed=n) for n in sizes])
     clients = toy.streamed(clients) if streamed else clients
-    fed, make = _trained(), evaluation._Group
+    fed, make = _trained(), evaluation._EvaluationBatch
 
     def with_little_memory(positions, lengths, *data):
         if 30 in lengths:
@@ -619,7 +619,7 @@ def test_a_client_that_is_too_large_fails_alone_at_the_same_cost(streamed, limit
         return make(positions, lengths, *data)
 
     limits = {
-        "memory": mock.patch.object(evaluation, "_Group", with_little_memory),
+        "memory": mock.patch.object(evaluation, "_EvaluationBatch", with_little_memory),
         "rows": mock.patch.object(layout, "MOST_ROWS", 29),
     }
     with limits[limit], mock.patch.object(layout, "CHUNK_BYTES", 700):

@@ -713,7 +713,7 @@ class PrivacyAccount:
         self, receipt: Receipt, positions: np.ndarray, mu_squared: float
     ) -> None:
         cost = receipt.cost
-        charge_id = _identity(
+        charge_id = _charge_key(
             receipt.charge_id, receipt.details, min(self._ledgers, default="")
         )
         costs = {charge_id: Cost(cost, mu_squared, ledger.place_of(receipt.details))}
@@ -775,7 +775,7 @@ class PrivacyAccount:
                     "have none."
                 )
             costs = {
-                _identity(entry.charge_id, entry.details, source): _cost_of(entry)
+                _charge_key(entry.charge_id, entry.details, source): _cost_of(entry)
                 for entry in entries
             }
             if name == run:
@@ -889,7 +889,7 @@ class PrivacyAccount:
         return account
 
 
-def _identity(charge_id: str, details: Mapping[str, Any], source: str) -> str:
+def _charge_key(charge_id: str, details: Mapping[str, Any], source: str) -> str:
     """Returns the key under which an account counts a charge.
 
     A copy of a search's directory can release a second result without a second charge,

@@ -161,7 +161,7 @@ class PrivacyAccountant:
     @property
     def relation(self) -> dp_accounting.NeighboringRelation | None:
         """The neighbouring relation; None before the first round."""
-        return next((c.relation.in_accounting for c in self._counts), None)
+        return next((c.relation.neighboring_relation for c in self._counts), None)
 
     @property
     @one_at_a_time
@@ -187,7 +187,7 @@ class PrivacyAccountant:
         They have different neighbouring relations, or no accountant has a bound for
         all of their events.
         """
-        own_relation, new_relation = self.relation, charge.relation.in_accounting
+        own_relation, new_relation = self.relation, charge.relation.neighboring_relation
         if own_relation not in (None, new_relation):
             raise ValueError(
                 f"charge has the neighbouring relation {new_relation.name}, the "
@@ -340,7 +340,9 @@ class PrivacyAccountant:
             return (
                 0.0
                 if self._total_variation <= delta
-                else self._least(lambda orders, rdp: _epsilons(orders, rdp, delta))
+                else self._minimise_over_orders(
+                    lambda orders, rdp: _epsilons(orders, rdp, delta)
+                )
             )
         if event := self._search:
             # (RDP can be tighter, also when the number of trials is concentrated.)
@@ -409,7 +411,7 @@ class PrivacyAccountant:
         if (z := self._exact_noise(accountant)) is not None:
             return gaussian.gaussian_delta(z, epsilon)
         if self._takes_rdp(accountant) or self.is_one_search:
-            log_delta = self._least(
+            log_delta = self._minimise_over_orders(
                 lambda orders, rdp: _log_deltas(orders, rdp, epsilon)
             )
             return min(1.0, self._total_variation, math.exp(min(log_delta, 0.0)))
@@ -454,7 +456,9 @@ class PrivacyAccountant:
         """
         return math.sqrt(-math.expm1(-float(self._curve(0)[0]))) * (1 + 1e-12)
 
-    def _least(self, bounds: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
+    def _minimise_over_orders(
+        self, bounds: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    ) -> float:
         """Returns the least bound over all orders, given each order and its divergence.
 
         Any order gives a bound. Both log delta and (order - 1) times the divergence are
@@ -607,7 +611,7 @@ def _accountants_of(charge: charge_lib.RoundCharge) -> _Accountants:
     """Returns the accountants that have a bound for a round."""
     if charge.noise_multiplier is not None:
         return frozenset(charge_lib.ACCOUNTANTS)
-    relation = charge.relation.in_accounting
+    relation = charge.relation.neighboring_relation
     libraries = {
         "rdp": dp_accounting.rdp.RdpAccountant([2.0], relation),
         "pld": dp_accounting.pld.PLDAccountant(relation),
@@ -623,7 +627,9 @@ def _accountants_of(charge: charge_lib.RoundCharge) -> _Accountants:
 
 
 def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
-    return curves.rdp_curve(charge.dp_event("rdp"), charge.relation.in_accounting, part)
+    return curves.rdp_curve(
+        charge.dp_event("rdp"), charge.relation.neighboring_relation, part
+    )
 
 
 # Canonne, Kamath & Steinke 2020, proposition 12, https://arxiv.org/abs/2004.00010,

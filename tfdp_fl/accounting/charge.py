@@ -48,7 +48,7 @@ class Relation(enum.Enum):
     REPLACE_SPECIAL = "counted as zero in its place"
 
     @property
-    def in_accounting(self) -> dp_accounting.NeighboringRelation:
+    def neighboring_relation(self) -> dp_accounting.NeighboringRelation:
         """The relation that an accountant computes with.
 
         Counting a client as zero moves a sum as much as removing it.
@@ -423,7 +423,7 @@ class AllocationPasses:
         """
         round_index = max(round_index, self.first_round)
         pass_start, pass_end = self._pass_of(round_index)
-        t = self._rounds_at(round_index)
+        t = self._rounds_per_pass_at(round_index)
         if t != pass_end - pass_start:
             raise ValueError(
                 "clients_per_round must give all rounds of a pass of random allocation "
@@ -440,17 +440,17 @@ class AllocationPasses:
     def _pass_of(self, round_index: int) -> tuple[int, int]:
         pass_start = self.first_round
         if schedules.is_constant(self._schedule):
-            t = self._rounds_at(0)
+            t = self._rounds_per_pass_at(0)
             pass_start += (round_index - pass_start) // t * t
             return pass_start, pass_start + t
         while self._passes[-1][1] <= round_index:
             end = self._passes[-1][1]
-            self._passes.append((end, end + self._rounds_at(end)))
+            self._passes.append((end, end + self._rounds_per_pass_at(end)))
         return next(
             bounds for bounds in reversed(self._passes) if bounds[0] <= round_index
         )
 
-    def _rounds_at(self, round_index: int) -> int:
+    def _rounds_per_pass_at(self, round_index: int) -> int:
         m = schedules.value_at(self._schedule, round_index, "clients_per_round")
         m = check_size(m, self.num_clients, fractional=True)
         return rounds_per_pass(self.num_clients, m)

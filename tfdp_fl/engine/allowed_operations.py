@@ -163,10 +163,10 @@ RandomUniform RandomUniformInt TruncatedNormal
 IN_TFF = ALLOWED | frozenset((_STREAMS + _VARIABLES).split())
 
 
-def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
+def find_unbatchable(graph_def: tf.compat.v1.GraphDef) -> list[str]:
     """Returns the operations that may mix clients' data when vectorized."""
-    functions = {function.signature.name for function in definition.library.function}
-    operations = {node.op for _, node in nodes(definition)}
+    functions = {function.signature.name for function in graph_def.library.function}
+    operations = {node.op for _, node in nodes(graph_def)}
     return sorted(operations - BY_CLIENT - functions)
 
 
@@ -195,26 +195,26 @@ def check_compilers() -> None:
 
 
 def check(
-    definition: tf.compat.v1.GraphDef,
+    graph_def: tf.compat.v1.GraphDef,
     layers: Iterable[str] = (),
     allow_list: frozenset[str] = ALLOWED,
 ) -> None:
     """Raises ValueError for an operation that is not allowed.
 
     Args:
-      definition: A graph; the functions in its library are checked too.
+      graph_def: A graph; the functions in its library are checked too.
       layers: Layer names, which the error uses to locate the operation.
       allow_list: The allowed operations.
     """
     check_compilers()
-    functions = {function.signature.name for function in definition.library.function}
+    functions = {function.signature.name for function in graph_def.library.function}
     norm_gradients = {
-        node.name for _, node in nodes(definition) if node.op == _PARTLY_WRITTEN
+        node.name for _, node in nodes(graph_def) if node.op == _PARTLY_WRITTEN
     }
     empty_constants = {
-        path for path, node in nodes(definition) if _is_empty_constant(node)
+        path for path, node in nodes(graph_def) if _is_empty_constant(node)
     }
-    for path, node in nodes(definition):
+    for path, node in nodes(graph_def):
         # (Attributes with a leading underscore are notes for TensorFlow's gradients.)
         attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
         called = {call.name for call in calls_in(attributes)}
@@ -280,12 +280,12 @@ def layer_of(path: str, layers: Iterable[str]) -> str:
 
 
 def nodes(
-    definition: tf.compat.v1.GraphDef,
+    graph_def: tf.compat.v1.GraphDef,
 ) -> Iterator[tuple[str, tf.compat.v1.NodeDef]]:
     """Yields the nodes of a graph and its functions, each with its path."""
-    for node in definition.node:
+    for node in graph_def.node:
         yield node.name, node
-    for function in definition.library.function:
+    for function in graph_def.library.function:
         for node in function.node_def:
             yield f"{function.signature.name}/{node.name}", node
 

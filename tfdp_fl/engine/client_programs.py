@@ -149,7 +149,7 @@ class CohortPrograms:
             total = counted._replace(contribution=contributions, moments=moments)
             return k + 1, total, kept
 
-        take_step = program_lib.in_own_graph(self._step)
+        take_step = program_lib.in_own_graph(self._train_batch)
         tables = () if full_batches else self._lookups()
         looked_up = [self.trainer.aggregated[lookup.weight] for lookup in tables]
         total, kept = self._nobody(received.weights, table, query)
@@ -252,7 +252,7 @@ class CohortPrograms:
             def one(arguments: nests.Nest) -> nests.Nest:
                 before, batch, active = arguments
                 state, total = before
-                after = self._step(state, total, batch, size, received)
+                after = self._train_batch(state, total, batch, size, received)
                 return tf.nest.map_structure(
                     lambda new, old: tf.where(active, new, old), after, before
                 )
@@ -299,7 +299,7 @@ class CohortPrograms:
             total = total._replace(contribution=exact)
         return cohort.Trained(total, rows)
 
-    def _step(
+    def _train_batch(
         self,
         state: trainer_lib.ClientState,
         total: cohort.CohortSum,

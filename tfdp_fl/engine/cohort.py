@@ -172,7 +172,7 @@ _MANY_WEIGHTS = 2**20
 
 
 def _from_steps(part: np.ndarray | tf.Tensor, step: np.floating) -> tf.Tensor:
-    numbers = _array(part)
+    numbers = _as_numpy(part)
     if numbers.size >= _MANY_WEIGHTS:
         return _from_steps_in_place(part, tf.constant(step))
     # As `bounded_sums.from_int32`.
@@ -236,7 +236,7 @@ class ThreadSum:
         self.total = total if self.total is None else self.total.plus(total)
 
 
-def _array(part: np.ndarray | tf.Tensor) -> np.ndarray:
+def _as_numpy(part: np.ndarray | tf.Tensor) -> np.ndarray:
     return part if isinstance(part, np.ndarray) else nests.view(part)
 
 
@@ -247,7 +247,7 @@ def _add_in_place(total: CohortSum, other: CohortSum) -> CohortSum:
         for part in _update(total)
     ]
     for part, added in zip(update, _update(other), strict=True):
-        np.add(part, _array(added), out=part)
+        np.add(part, _as_numpy(added), out=part)
     rest = _with_update(total, []).plus(_with_update(other, []))
     return _with_update(rest, update)
 

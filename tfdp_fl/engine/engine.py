@@ -230,7 +230,7 @@ class CohortEngine:
         part = self.layout.one_by_one(nobody, is_fine(z, m))[0]
         program = self.programs.program(received, part)
         if self.layout.batched_clients is not None:
-            refused = allowed_operations.find_unbatchable(program.definition)
+            refused = allowed_operations.find_unbatchable(program.graph_def)
             if refused:
                 self._give_up_batches(f"{', '.join(refused)} cannot be batched")
         if not overriding.is_of_this_package(type(self.query.mechanism)):

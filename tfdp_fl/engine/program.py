@@ -1,6 +1,6 @@
 """A pure function of tensors: traced, checked and frozen.
 
-The clients' training is traced once into a `GraphDef`. This same definition is
+The clients' training is traced once into a `GraphDef`. This same graph is
 checked, run by every thread, and sent to the workers. It captures no variable. So
 nothing can pass from one client or thread to another, except through its arguments
 and results.
@@ -51,7 +51,7 @@ class Program:
     """A pure function of nests of tensors.
 
     Attributes:
-      definition: The `GraphDef` that it runs.
+      graph_def: The `GraphDef` that it runs.
       inputs: The names there of the flattened arguments, then of the constants.
       specs: The specs of these inputs.
       constants: Tensors captured when the function was traced, such as a table of
@@ -91,16 +91,16 @@ class Program:
         with _signals.defer_signals():
             # An interrupt in here would leave this thread in the function's graph.
             graph, inputs, results = _trace(function, specs, model)
-        definition = graph.as_graph_def()
+        graph_def = graph.as_graph_def()
         captures = list(getattr(graph, "captures", ()))
         _check_variables(graph, captures, names)
-        allowed_operations.check(definition, names)
-        _split_sums(definition)
-        _rename_functions(definition)
+        allowed_operations.check(graph_def, names)
+        _split_addn(graph_def)
+        _rename_functions(graph_def)
         self.name = uuid.uuid4().hex
         self.has_run = False
         self.threads = None if xla else threads
-        self.definition = definition
+        self.graph_def = graph_def
         self.inputs = [tensor.name for tensor in inputs]
         self.constants = [outer for outer, _ in captures]
         self.outputs = [tensor.name for tensor in tf.nest.flatten(results)]
@@ -169,7 +169,7 @@ class Program:
           The flattened results.
         """
         results = tf.graph_util.import_graph_def(
-            self.definition,
+            self.graph_def,
             input_map=dict(zip(self.inputs, tensors, strict=True)),
             return_elements=[*self.outputs, *self.assertions],
             name="",
@@ -183,7 +183,7 @@ class Program:
 
         Anything else that looks like a name could be a client's text.
         """
-        names = {node.name for _, node in allowed_operations.nodes(self.definition)}
+        names = {node.name for _, node in allowed_operations.nodes(self.graph_def)}
         mentioned = re.findall(r"node '?([\w./-]+)", str(error))
         return next((operation for operation in mentioned if operation in names), "")
 
@@ -266,7 +266,7 @@ def _check_variables(
 _NEVER_JOINED = "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"
 
 
-def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
+def _split_addn(graph_def: tf.compat.v1.GraphDef) -> None:
     """Splits every `AddN` of numbers into two-term additions that are never merged.
 
     TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
@@ -274,9 +274,9 @@ def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
     function at the same time would collide there. TensorFlow's arithmetic optimizer
     merges consecutive additions into such an `AddN`.
     """
-    functions = definition.library.function
-    for nodes in (definition.node, *(function.node_def for function in functions)):
-        port = "" if nodes is definition.node else ":sum:0"
+    functions = graph_def.library.function
+    for nodes in (graph_def.node, *(function.node_def for function in functions)):
+        port = "" if nodes is graph_def.node else ":sum:0"
         for node in list(nodes):
             if node.op not in ("Add", "AddV2", "AddN"):
                 continue
@@ -297,21 +297,21 @@ def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
             node.attr["N"].i = 2
 
 
-def _rename_functions(definition: tf.compat.v1.GraphDef) -> None:
+def _rename_functions(graph_def: tf.compat.v1.GraphDef) -> None:
     """Renames the functions, as TensorFlow already holds others with these names."""
     suffix = f"_{uuid.uuid4().hex}"
-    names = {function.signature.name for function in definition.library.function}
+    names = {function.signature.name for function in graph_def.library.function}
 
     def rename_in(attributes: Iterable[AttrValue]) -> None:
         for call in allowed_operations.calls_in(attributes):
             if call.name in names:
                 call.name += suffix
 
-    for _, node in allowed_operations.nodes(definition):
+    for _, node in allowed_operations.nodes(graph_def):
         if node.op in names:
             node.op += suffix
         rename_in(node.attr.values())
-    for function in definition.library.function:
+    for function in graph_def.library.function:
         function.signature.name += suffix
         rename_in(function.attr.values())
-    del definition.library.gradient[:]
+    del graph_def.library.gradient[:]

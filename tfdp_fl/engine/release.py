@@ -504,10 +504,10 @@ class DeferredClipping:
                 some = cohort.PerClient(updates=updates, scalars=scalars)
                 return clip(params, some, *own, seed)
 
-            for places, clipped in self._try_all(pending, members, clip_at):
+            for places, clipped in self._clip_or_fail_alone(pending, members, clip_at):
                 yield members[places], clipped
 
-    def _try_all(
+    def _clip_or_fail_alone(
         self,
         pending: cohort.PendingRound,
         members: np.ndarray,

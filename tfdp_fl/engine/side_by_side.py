@@ -13,7 +13,7 @@ is formed last, from the factors, and rounded to a grid whose sums are exact
 
 What a client adds therefore depends on its own rows alone: a call trains a number of
 clients for which no row's product depends on the others (`dense_models.widths`),
-everything else is computed row by row (`_by_rows`), and the number of steps in a
+everything else is computed row by row (`_apply_rowwise`), and the number of steps in a
 call is determined by each client's own.
 
 The result is the same local SGD as in `CohortPrograms`, step by step. It is faster if
@@ -53,7 +53,7 @@ _FILLED = 32
 _LONG = 512
 
 # At most one rounded operation per element, so every way of computing it agrees.
-_EXACT = ("linear", "relu", "relu6", "leaky_relu")
+_ROW_INDEPENDENT = ("linear", "relu", "relu6", "leaky_relu")
 
 
 class _Rows:
@@ -121,7 +121,7 @@ def _for_clients(
     return value
 
 
-def _by_rows(
+def _apply_rowwise(
     function: Callable[..., tf.Tensor], *rows: tf.Tensor, exact: bool = False
 ) -> tf.Tensor:
     """Calls a rowwise function on [R, ...] such that no row's result depends on R.
@@ -129,7 +129,7 @@ def _by_rows(
     Args:
       function: Takes and returns tensors of rows.
       *rows: Its arguments.
-      exact: Whether its results never depend on R anyway (`_EXACT`).
+      exact: Whether its results never depend on R anyway (`_ROW_INDEPENDENT`).
     """
     if exact:
         return function(*rows)
@@ -141,13 +141,15 @@ def _by_rows(
     return function(*filled)[:count]
 
 
-def _is_exact(activation: Any) -> bool:
-    """Returns whether an activation function, or a layer's, is in `_EXACT`."""
+def _is_row_independent(activation: Any) -> bool:
+    """Returns whether an activation (or a layer's) is in `_ROW_INDEPENDENT`."""
     layers = tf.keras.layers
     if isinstance(activation, (layers.InputLayer, layers.Flatten, layers.ReLU)):
         return True
     activation = getattr(activation, "activation", activation)
-    return any(activation is getattr(tf.keras.activations, n, 0) for n in _EXACT)
+    return any(
+        activation is getattr(tf.keras.activations, n, 0) for n in _ROW_INDEPENDENT
+    )
 
 
 class _DenseLayer:
@@ -220,7 +222,7 @@ class _DenseLayer:
         """Returns the next dense layer's input, or the model's outputs."""
         h = z
         for function in (self.layer.activation, *self.after):
-            h = _by_rows(function, h, exact=_is_exact(function))
+            h = _apply_rowwise(function, h, exact=_is_row_independent(function))
         return h
 
     def back(self, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
@@ -335,18 +337,18 @@ class GhostClipping:
             tf.unstack(y, self.steps), tf.unstack(mean, self.steps), strict=True
         )
         taken = [
-            self._step(layers, labels, share, received.learning_rate)
+            self._take_step(layers, labels, share, received.learning_rate)
             for labels, share in steps
         ]
         outputs, losses = (tf.concat(each, axis=0) for each in zip(*taken, strict=True))
-        total = self._count(outputs, losses, y, weight, valid)
+        total = self._sum_statistics(outputs, losses, y, weight, valid)
         clipped, norms = self._clip_and_sum(received, layers, table)
         total = total._replace(contribution=clipped)
         bits = _bits_of(norms, layers, received.returns_bits)
         step = () if self.fine else self.query.coarse_grid_step(received.params)
         return cohort.Trained(total, cohort.PerClient(), step, bits)
 
-    def _count(
+    def _sum_statistics(
         self,
         outputs: tf.Tensor,
         losses: tf.Tensor,
@@ -425,10 +427,10 @@ class GhostClipping:
             elif layers:
                 layers[-1].after.append(layer)
             else:
-                h = _by_rows(layer, h, exact=_is_exact(layer))
+                h = _apply_rowwise(layer, h, exact=_is_row_independent(layer))
         return layers
 
-    def _step(
+    def _take_step(
         self,
         layers: list[_DenseLayer],
         y: tf.Tensor,
@@ -457,7 +459,7 @@ class GhostClipping:
             of_rows = functools.partial(
                 keras_versions.losses_of_rows, self.trainer.single_loss
             )
-            losses = tf.cast(_by_rows(of_rows, y, h), tf.float32)
+            losses = tf.cast(_apply_rowwise(of_rows, y, h), tf.float32)
             loss = tf.reduce_sum(losses * share)
         gradient = tape.gradient(loss, z)
         for (layer, *_), (_, z, h_before) in itertools.pairwise(reversed(passed)):

@@ -227,7 +227,7 @@ def _kind_of(field: dataclasses.Field[Any]) -> type | tuple[str, ...]:
     return {"int": int, "float": float, "bool": bool}.get(declared.split(" ")[0], str)
 
 
-def _start_values(mechanism: str) -> Json:
+def _mechanism_defaults(mechanism: str) -> Json:
     """Returns the default parameters of a mechanism for training runs."""
     starts = {field.name: field.metadata.get("start") for field in _fields(mechanism)}
     return {name: value for name, value in starts.items() if value is not None}
@@ -287,7 +287,7 @@ class Settings(_Options):
         defaults = {
             **by_dataset,
             **_MECHANISM_DEFAULTS.get(self.mechanism, {"target_epsilon": 8.0}),
-            **_start_values(self.mechanism),
+            **_mechanism_defaults(self.mechanism),
         }
         if self.dataset == "shakespeare":  # Other models, and N is not known yet.
             for name in ("model", "clients_per_round"):
@@ -356,7 +356,8 @@ class Settings(_Options):
         if kind.privacy_unit != PrivacyUnit.RECORD:
             return None
         mechanism = kind(
-            epsilon=1.0, **_start_values(self.mechanism) | self.mechanism_options()
+            epsilon=1.0,
+            **_mechanism_defaults(self.mechanism) | self.mechanism_options(),
         )
         return min(mechanism.implied_delta, 1 - 1e-9)
 

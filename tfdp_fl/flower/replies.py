@@ -75,7 +75,7 @@ def read_result(
     Raises:
       ReplyError: The reply is not one that a wrapped client sends.
     """
-    with _as_reply_errors():
+    with _wrap_reply_errors():
         if not isinstance(fit_res.metrics, Mapping):
             raise ReplyError("metrics must be a mapping")
         tensors = fit_res.parameters.tensors
@@ -106,7 +106,7 @@ def read_message(
     Raises:
       ReplyError: The reply is not one that `private_mod` sends.
     """
-    with _as_reply_errors():
+    with _wrap_reply_errors():
         metadata = message.metadata
         message_id = message_ids.get(metadata.src_node_id)
         if not message_id or metadata.reply_to_message_id != message_id:
@@ -133,7 +133,7 @@ def read_message(
 
 
 @contextlib.contextmanager
-def _as_reply_errors() -> Iterator[None]:
+def _wrap_reply_errors() -> Iterator[None]:
     """Turns any error that is raised while a reply is read into a `ReplyError`."""
     try:
         yield

@@ -411,9 +411,9 @@ class Ledger(FederatedCallback):
     def _check_relation(self, contents: accounting.LedgerContents) -> None:
         """Refuses a ledger whose rounds cannot be counted together with this run's."""
         sampling = self.federated_model.setup.sampling
-        relation = charge_lib.relation_of(sampling).in_accounting
+        relation = charge_lib.relation_of(sampling).neighboring_relation
         charges = (entry.charge for entry in contents.entries if entry.charge)
-        found = next((charge.relation.in_accounting for charge in charges), None)
+        found = next((charge.relation.neighboring_relation for charge in charges), None)
         if found not in (None, relation):
             raise ValueError(
                 "path must be a ledger of rounds with the neighbouring relation "

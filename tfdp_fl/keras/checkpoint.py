@@ -517,7 +517,7 @@ class InterruptedRun:
         account.merge_others(prepared.account, run.run_id)
         run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
         planned = map(int, self._facts_of_lines("planned"))
-        run.most_rounds = max([run.most_rounds, *planned])
+        run.planned_rounds = max([run.planned_rounds, *planned])
         is_same = state["noise_state_of"] == query.mechanism.state_fingerprint()
         if account.has_unseen_rounds:
             run.begin_segment(query)

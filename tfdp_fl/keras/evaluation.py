@@ -83,7 +83,7 @@ def evaluate(
     return {"num_examples": counts, **dict(zip(names, values, strict=True))}
 
 
-class _Group(NamedTuple):
+class _EvaluationBatch(NamedTuple):
     """Clients that one call evaluates, one after another.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Group(NamedTuple):
     x: nests.Nest
     y: nests.Nest
 
-    def one_by_one(self) -> Iterator[_Group]:
+    def one_by_one(self) -> Iterator[_EvaluationBatch]:
         """Yields each client as a group of its own."""
         if len(self.positions) < 2:
             return
@@ -107,12 +107,12 @@ class _Group(NamedTuple):
             client = slice(index, index + 1)
             rows = slice(end - self.lengths[index], end)
             x, y = nests.take((self.x, self.y), rows)
-            yield _Group(self.positions[client], self.lengths[client], x, y)
+            yield _EvaluationBatch(self.positions[client], self.lengths[client], x, y)
 
 
 def _groups(
     clients: FederatedDataset, failures: list[ClientFailure]
-) -> Iterator[_Group]:
+) -> Iterator[_EvaluationBatch]:
     """Yields all clients in groups of bounded size or of one client.
 
     Args:
@@ -139,9 +139,9 @@ def _groups(
         failures += clients.failures(everybody)
         sizes = clients.client_sizes(everybody).tolist()
 
-        def stored_group(positions: list[int]) -> _Group:
+        def stored_group(positions: list[int]) -> _EvaluationBatch:
             rows, lengths = clients.client_rows(np.array(positions, np.int64))
-            return _Group(
+            return _EvaluationBatch(
                 np.array(positions, np.int64), lengths, *nests.take(stored, rows)
             )
 
@@ -164,21 +164,23 @@ def _groups(
             if len(leaves[-1]) and has_few_rows(client.position, len(leaves[-1])):
                 yield client.position, sum(leaf.nbytes for leaf in leaves), client
 
-    def read_group(held: list[ClientExamples]) -> _Group:
+    def read_group(held: list[ClientExamples]) -> _EvaluationBatch:
         if not held:
             nothing = np.zeros(0, np.int64)
-            return _Group(nothing, nothing, *nests.no_examples(clients.element_spec))
+            return _EvaluationBatch(
+                nothing, nothing, *nests.no_examples(clients.element_spec)
+            )
         x, y = nests.concatenate([(client.x, client.y) for client in held])
         lengths = [len(tf.nest.flatten(client.y)[-1]) for client in held]
         positions = [client.position for client in held]
-        return _Group(np.array(positions), np.array(lengths), x, y)
+        return _EvaluationBatch(np.array(positions), np.array(lengths), x, y)
 
     yield from chunks(read(), read_group)
 
 
 def _make_evaluator(
     model: tf.keras.Model, training: engine.Training, element_spec: nests.ElementSpec
-) -> tuple[list[str], Callable[[_Group, int], np.ndarray]]:
+) -> tuple[list[str], Callable[[_EvaluationBatch, int], np.ndarray]]:
     """Returns the names of loss and metrics, and a function that computes them.
 
     The function takes a group and a batch size, and returns float64 [number of names,
@@ -250,7 +252,7 @@ def _make_evaluator(
     sizes = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
     compiled = program.Program(evaluate_group, *specs, *sizes, model=model)
 
-    def compute_metrics(group: _Group, batch_size: int) -> np.ndarray:
+    def compute_metrics(group: _EvaluationBatch, batch_size: int) -> np.ndarray:
         size = np.int32(min(batch_size, np.iinfo(np.int32).max // 2))
         lengths = group.lengths.astype(np.int32)
         return compiled(received, group.x, group.y, lengths, size).numpy().T

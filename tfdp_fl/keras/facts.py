@@ -66,7 +66,7 @@ def statement_facts(
 
 def _planned_rounds(run: run_lib.Run) -> int | None:
     """Returns how many rounds might have run; None if that is how many did."""
-    planned = max(run.rounds, run.most_rounds) + run.num_unrun
+    planned = max(run.rounds, run.planned_rounds) + run.num_unrun
     return planned if planned > run.rounds else None
 
 
@@ -74,7 +74,7 @@ def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
     """Returns epsilon as if all planned rounds had run; infinite if that is unknown."""
     try:
         if run.account.by_client:
-            return run.epsilon_after(delta)(max(0, run.most_rounds - run.rounds))
+            return run.epsilon_after(delta)(max(0, run.planned_rounds - run.rounds))
         charges = run.costs_not_run()
     except ValueError:  # A schedule may not suit the clients of a later `fit`.
         return math.inf

@@ -127,8 +127,8 @@ def prepare(
         ):  # The old plan's rounds have other costs.
             fit_state |= {
                 "unrun": run.costs_not_run(),
-                "num_unrun": run.num_unrun + max(0, run.most_rounds - run.rounds),
-                "most_rounds": 0,
+                "num_unrun": run.num_unrun + max(0, run.planned_rounds - run.rounds),
+                "planned_rounds": 0,
             }
         run = dataclasses.replace(run, **fit_state)
     return run, cohort_engine

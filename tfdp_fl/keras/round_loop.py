@@ -138,7 +138,7 @@ class RoundLoop:
         budgets = [c for c in self.federated if isinstance(c, PrivacyBudget)]
         allowed = [budget.last_allowed_round for budget in budgets]
         planned = min([self.run.plan.last_round, *allowed])
-        self.run.most_rounds = max(self.run.most_rounds, planned)
+        self.run.planned_rounds = max(self.run.planned_rounds, planned)
 
     def _is_allowed(self, round_index: int) -> bool:
         return all(callback.allow_round(round_index) for callback in self.federated)

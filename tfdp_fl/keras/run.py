@@ -145,7 +145,7 @@ class Run:
       source_identity: Their `FederatedDataset.source_identity`; not in checkpoints.
       run_id: The run's name in ledgers; a resumed run keeps it.
       rounds: The number of rounds run, including abandoned ones.
-      most_rounds: The most rounds that any `fit` of the current clients planned,
+      planned_rounds: The most rounds that any `fit` of the current clients planned,
         within its budgets.
       unrun: How many rounds of each cost a `fit` of earlier clients planned but did
         not run.
@@ -182,7 +182,7 @@ class Run:
     source_identity: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_id)
     rounds: int = 0
-    most_rounds: int = 0
+    planned_rounds: int = 0
     unrun: Charges = dataclasses.field(default_factory=collections.Counter)
     num_unrun: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
@@ -258,7 +258,7 @@ class Run:
         leaves = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
-            "most_rounds": self.most_rounds,
+            "planned_rounds": self.planned_rounds,
             "unrun": [(each.to_json(), number) for each, number in self.unrun.items()],
             "num_unrun": self.num_unrun,
             "populations": self.populations,
@@ -292,7 +292,7 @@ class Run:
             prepared,
             **{name: state[name] for name in _STORED_ATTRIBUTES},
             # (Checkpoints from before November 2026 have none of these.)
-            most_rounds=state.get("most_rounds", 0),
+            planned_rounds=state.get("planned_rounds", 0),
             num_unrun=state.get("num_unrun", 0),
             unrun=collections.Counter(
                 {
@@ -341,8 +341,8 @@ class Run:
             facts["ledgers"] = sorted(self.known_ledgers)
         if caveats := sorted(self.caveats & _LEDGER_CAVEATS):
             facts["caveats"] = caveats
-        if self.most_rounds > self.rounds + 1:
-            facts["planned"] = [self.most_rounds]
+        if self.planned_rounds > self.rounds + 1:
+            facts["planned"] = [self.planned_rounds]
         return facts
 
     def next_place(self) -> Json:
@@ -474,7 +474,7 @@ class Run:
         and so might a later one on other clients. So these add up. (A `fit` on the same
         clients continues the previous plan.)
         """
-        ahead = max(0, self.most_rounds - self.rounds)
+        ahead = max(0, self.planned_rounds - self.rounds)
         return self.unrun + self.costs_ahead()(0, ahead)
 
     def epsilon_after(

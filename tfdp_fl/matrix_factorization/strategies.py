@@ -84,17 +84,18 @@ class Generator(abc.ABC):
         """
 
     def begin_round(self, noise_state: NoiseState) -> NoiseState:
-        """Returns the noise state for the next round: after T rounds, it is emptied.
+        """Returns the noise state for the next round: after T rounds, zeros.
 
         Then a new segment begins, with its own cost.
         """
         is_over = noise_state.position >= self.pattern.rounds
 
-        def emptied(value: tf.Tensor) -> tf.Tensor:
+        def zero_if_over(value: tf.Tensor) -> tf.Tensor:
             return tf.cond(is_over, lambda: tf.zeros_like(value), lambda: value)
 
         return NoiseState(
-            emptied(noise_state.position), list(map(emptied, noise_state.buffers))
+            zero_if_over(noise_state.position),
+            list(map(zero_if_over, noise_state.buffers)),
         )
 
     def init_noise_state(self, shapes: Sequence[Sequence[int]]) -> NoiseState:

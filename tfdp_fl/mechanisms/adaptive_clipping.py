@@ -107,7 +107,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         _validate.non_negative, "how fast the clip follows.", default=0.2
     )
     count_noise_stddev: float | None = declaration.parameter(
-        declaration.optional(noise.representable(_validate.non_negative)),
+        declaration.optional(noise.require_float32_range(_validate.non_negative)),
         "noise on the count of unclipped clients; m / 20 unless given.",
         default=None,
     )

@@ -71,7 +71,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     }
 
     epsilon: float = declaration.parameter(
-        noise.representable(_validate.positive),
+        noise.require_float32_range(_validate.positive),
         "the budget of one client over the training.",
     )
     delta: float = declaration.parameter(_validate.inside_unit_interval, "its delta.")

@@ -15,7 +15,7 @@ from tfdp_fl.terms import TrustModel
 def noise_multiplier_parameter() -> schedules.Schedule:
     """Returns the parameter z of a mechanism with a trusted server."""
     return declaration.parameter(
-        declaration.schedule_of(noise.representable(_validate.non_negative)),
+        declaration.schedule_of(noise.require_float32_range(_validate.non_negative)),
         "z, noise stddev on the sum of the clipped updates over the clip; a "
         "number, or one value a round.",
     )

@@ -190,7 +190,7 @@ class LocalDP(LocalMechanism):
         declaration.clip, "the clip S, L2 over the whole update.", start=1.0
     )
     epsilon: float | None = declaration.parameter(
-        declaration.optional(noise.representable(_validate.positive)),
+        declaration.optional(noise.require_float32_range(_validate.positive)),
         "the budget of one client over the training.",
         default=None,
     )
@@ -200,7 +200,7 @@ class LocalDP(LocalMechanism):
         default=None,
     )
     noise_multiplier: float | None = declaration.parameter(
-        declaration.optional(noise.representable(_validate.non_negative)),
+        declaration.optional(noise.require_float32_range(_validate.non_negative)),
         "one client's noise stddev over the clip, instead of a budget.",
         default=None,
     )

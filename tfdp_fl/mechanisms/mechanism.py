@@ -404,7 +404,7 @@ class Mechanism(abc.ABC):
           ValueError: It is negative, or its product with the first clip is not
             representable in float32.
         """
-        noise_multiplier = noise.representable(_validate.non_negative)(
+        noise_multiplier = noise.require_float32_range(_validate.non_negative)(
             noise_multiplier=schedules.value_at(
                 self.noise_multiplier, round_index, "noise_multiplier"
             )

@@ -128,7 +128,7 @@ class MedianClipping(mechanism.Mechanism):
 
     noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
     median_noise_multiplier: float | None = declaration.parameter(
-        declaration.optional(noise.representable(_validate.positive)),
+        declaration.optional(noise.require_float32_range(_validate.positive)),
         "noise multiplier of a private median, whose cost is included (by "
         "default 5 times --noise_multiplier, less for small cohorts); or "
         "exact: the cohort's own median as published, which is not private "

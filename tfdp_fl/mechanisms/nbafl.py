@@ -90,11 +90,11 @@ class NbAFL(mechanism.Mechanism):
     releases_weights: ClassVar[bool] = True
 
     epsilon: float = declaration.parameter(
-        noise.representable(_validate.positive),
+        noise.require_float32_range(_validate.positive),
         "the budget of a record over all rounds.",
     )
     constant: float = declaration.parameter(
-        noise.representable(_validate.positive),
+        noise.require_float32_range(_validate.positive),
         "c, from which delta = 1.25 exp(-c^2/2) follows.",
         start=3.0,
     )

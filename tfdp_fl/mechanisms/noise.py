@@ -63,7 +63,7 @@ _DIGITS_A_WORD = 8
 _active = threading.local()
 
 
-def representable(check: Callable[..., float]) -> Callable[..., float]:
+def require_float32_range(check: Callable[..., float]) -> Callable[..., float]:
     """Returns a check that allows only 0, and numbers whose square float32 holds."""
     low, high = LEAST_STDDEV, 1 / LEAST_STDDEV
 
