@@ -396,3 +396,25 @@ def test_a_fraction_of_one_person_rounds_no_others_ids():
         with pytest.raises(ValueError, match="integers where the model takes integers"):
             _conformed(make(x), model)
         _conformed(make(x.astype(np.int64)), model)
+
+
+@_KERAS_3
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_column_of_integers_does_not_stand_in_for_another(as_dict):
+    item = tf.keras.Input((), dtype="int64", name="item")
+    age = tf.keras.Input((), name="age")
+    embedded = tf.keras.layers.Embedding(9, 1)(item)
+    outputs = tf.keras.layers.Concatenate()([embedded, age[:, None]])
+    inputs = {"item": item, "age": age} if as_dict else [item, age]
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(1)(outputs))
+
+    def clients(items):
+        frame = {"who": [0, 1], "item": items, "age": [20, 30], "y": 1.0}
+        features = {"item": "item", "age": "age"}
+        return FederatedDataset.from_dataframe(
+            pd.DataFrame(frame), "who", features, "y"
+        )
+
+    with pytest.raises(ValueError, match="integers where the model takes integers"):
+        _conformed(clients([2**24 + 1, 5.5]), model)
+    _conformed(clients([2**24 + 1, 5]), model)

@@ -56,6 +56,15 @@ def test_every_node_is_asked_once_a_pass_and_a_new_server_begins_a_pass():
     assert report["epsilon_if_cohorts_are_known"] == pytest.approx(known)
 
 
+@pytest.mark.parametrize("way", ["random_allocation", "fixed_size"])
+@pytest.mark.parametrize("rounds", [None, 20])
+def test_a_plan_in_passes_says_what_abandoned_rounds_do_to_it(way, rounds):
+    strategy = fm.private(fm.NOISY, m=3, n=12, sampling=way, rounds=rounds)
+    said = accounting.CAVEATS["plan_assumes_none_abandoned"]
+    is_said = said in strategy.privacy_report(1e-5)["caveats"]
+    assert is_said == (way == "random_allocation" and rounds is not None)
+
+
 def test_nodes_draw_unforeseeably_and_by_themselves():
     one, other, secret = (sampling.NamedAllocation(200, 20) for _ in range(3))
     other._key = one._key

@@ -32,8 +32,10 @@ AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
 _GAUSSIAN_ONLY = ("fixed_size", "random_allocation")
 # The samplings with a random (binomial) cohort size.
 OF_RANDOM_SIZE = ("poisson", "random_allocation")
+# The samplings whose cost is that of passes over all clients.
+IN_PASSES = ("random_allocation", "shuffled")
 # The samplings in which clients take turns.
-TAKING_TURNS = ("random_allocation", "shuffled", "cyclic")
+TAKING_TURNS = (*IN_PASSES, "cyclic")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -119,10 +121,7 @@ class Participation:
             )
         fields = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
         fields = {name: index for name, index in fields.items() if index is not None}
-        has_pass_fields = self.sampling in (
-            Sampling.SHUFFLED,
-            Sampling.RANDOM_ALLOCATION,
-        )
+        has_pass_fields = self.sampling in IN_PASSES
         has_partition = has_pass_fields or self.sampling == Sampling.CYCLIC
         if (
             len(fields) == 1

@@ -376,6 +376,8 @@ class PrivateRounds:
             "flower_cohorts_secret": not correlated and epsilon != epsilon_if_known,
             "population_stated": has_random_size,
             "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
+            "plan_assumes_none_abandoned": self.rounds is not None
+            and self._sampling in charge_lib.IN_PASSES,
             "clients_excluded": self.on_client_failure == "exclude",
             "rounds_may_be_abandoned": self._participation.is_charged_if_abandoned,
             "noised_updates_charged": not self._participation.is_charged_if_abandoned

@@ -38,8 +38,8 @@ def conform(
     """
     if clients.is_declared:
         if keras_versions.inputs_of(model) is not None:
-            wanted, _ = _feature_specs(model)
-            _check_integers(wanted, clients.element_spec[0], argument)
+            wanted, input_names = _feature_specs(model)
+            _check_integers(wanted, input_names, clients.element_spec[0], argument)
         return clients
     x, input_names = _feature_specs(model)
     if x is None or not all(
@@ -80,17 +80,28 @@ def conform_all(
     raise type(error)(f"clients (client {name!r}): {error}") from error
 
 
-def _check_integers(wanted: nests.Nest, x: nests.Nest, argument: str) -> None:
+def _check_integers(
+    wanted: nests.Nest, names: list[str], x: nests.Nest, argument: str
+) -> None:
     """Raises ValueError if features are floats where a model takes integers.
 
     A fraction in one client's row makes a whole column floats, and then float32 rounds
     all others' large ids.
+
+    Args:
+      wanted: The specs of the model's inputs.
+      names: Their names, in the order of the leaves.
+      x: The specs of the features; Keras takes dictionaries by key or by input name.
+      argument: The argument's name, for errors.
     """
-    num_wanted, num_given = (
-        sum(leaf.dtype.is_integer for leaf in tf.nest.flatten(nest))
-        for nest in (wanted, x)
-    )
-    if num_given < num_wanted:
+    by_name = wanted
+    if isinstance(x, dict) and not isinstance(wanted, dict):
+        by_name = dict(zip(names, tf.nest.flatten(wanted), strict=True))
+    if isinstance(x, dict) and set(x) == set(by_name):
+        pairs = [(by_name[name], x[name]) for name in x]
+    else:
+        pairs = [*zip(*map(tf.nest.flatten, (wanted, x)), strict=False)]
+    if any(w.dtype.is_integer and not given.dtype.is_integer for w, given in pairs):
         raise ValueError(
             f"{argument} must be integers where the model takes integers "
             f"({nests.describe_spec(wanted)}), got {nests.describe_spec(x)}: round and "

@@ -599,6 +599,7 @@ def _caveats(
         "tff_rounds_may_be_abandoned": any(
             draw["participation"].get("known_selection") for draw in draws
         ),
+        "plan_assumes_none_abandoned": sampling in charge_lib.IN_PASSES,
         "tff_cohorts_from_seed": any("round_from_seed" in draw for draw in draws),
         "client_noise_needs_honest_clients": at_clients,
         "participations_declared": is_separated or participations_declared,
