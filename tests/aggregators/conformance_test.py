@@ -418,6 +418,7 @@ def test_a_pass_of_a_random_allocation_is_charged_once_and_divided_by_its_size()
     spent = _epsilon(state, mechanism, **way, clients_per_round=3, accountant="pld")
     given = (1.0, way["sampling"], 7, 3, 2, 1e-5, "pld")
     assert spent == tfdp_fl.accounting.epsilon(*given)
+    assert "plan_assumes_none_abandoned" in spent.facts.caveats
 
 
 @pytest.mark.parametrize("name", ["poisson", "fixed_size", "shuffled", "cyclic"])
