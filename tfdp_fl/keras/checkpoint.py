@@ -38,7 +38,7 @@ from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
 from tfdp_fl.terms import Json
 
-FORMAT = "tfdp_fl checkpoint 11"
+FORMAT = "tfdp_fl checkpoint 12"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 # The key that stands for an array in the JSON text.
 _ARRAY_KEY = "place of an array"

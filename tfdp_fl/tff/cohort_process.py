@@ -136,8 +136,8 @@ def create_cohort_process(
         params = tff.federated_broadcast(
             tff.federated_map(derive_sample_params, query_state)
         )
-        contribution = tff.federated_map(make_contribution, (params, value, *weight))
-        total = sum_process.next(server_state.sum_state, contribution)
+        contributions = tff.federated_map(make_contribution, (params, value, *weight))
+        total = sum_process.next(server_state.sum_state, contributions)
         mean, measurements, new_query_state, rounds, history = tff.federated_map(
             release_round,
             (total.result, query_state, server_state.rounds, server_state.history),
@@ -223,9 +223,9 @@ def create_sum(
     @tff.federated_computation(
         init_fn.type_signature.result, tff.FederatedType(contribution_type, tff.CLIENTS)
     )
-    def next_fn(state, contribution):
-        update_sum = updates.next(state[0], contribution.update)
-        scalar_sum = scalars.next(state[1], contribution.scalars)
+    def next_fn(state, summand):
+        update_sum = updates.next(state[0], summand.update)
+        scalar_sum = scalars.next(state[1], summand.scalars)
         return tff.templates.MeasuredProcessOutput(
             state=tff.federated_zip((update_sum.state, scalar_sum.state)),
             result=tff.federated_zip(
@@ -261,13 +261,13 @@ def create_contribution_fn(
     def preprocess(params, value, *weight):
         client = [contribution.ClientContext(num_examples=number) for number in weight]
         tensors = to_list(value)
-        contribution = algorithm.make_contribution(query, params, tensors, *client)
+        own = algorithm.make_contribution(query, params, tensors, *client)
         # A mechanism's own functions must keep nothing of a client for the next.
         allowed_operations.check(
             tf.compat.v1.get_default_graph().as_graph_def(),
             allow_list=allowed_operations.IN_TFF | _ENTROPY,
         )
-        fields = collections.OrderedDict(contribution._asdict())
+        fields = collections.OrderedDict(own._asdict())
         update = fields.pop("update")
         if exact_update:
             update = _as_float64(update)
