@@ -159,8 +159,8 @@ class CohortPrograms:
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        step = () if fine else query.coarse_grid_step(received.params)
-        return cohort.Trained(total, kept, step)
+        grid_step = () if fine else query.coarse_grid_step(received.params)
+        return cohort.Trained(total, kept, grid_step)
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
         """Returns the tables in which clients train only some rows.

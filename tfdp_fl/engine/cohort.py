@@ -135,8 +135,8 @@ class Trained(NamedTuple):
     Attributes:
       total: Their sum.
       kept: What is kept of each.
-      step: If the update in `total` is in whole steps, int32 (`bounded_sums.to_int32`):
-        the step, float32 scalar; otherwise ().
+      grid_step: If the update in `total` is in int32 (`bounded_sums.to_int32`): the
+        step of its grid, float32 scalar; otherwise ().
       bits: Side by side, the bits from which a contribution is made, the smallest and
         the largest over all places, for `CohortEngine.fits`: both results of
         `norm_and_upper_bound`, int32 [2, 2, 2], and each dense layer's inputs and
@@ -146,15 +146,15 @@ class Trained(NamedTuple):
 
     total: CohortSum
     kept: PerClient
-    step: tf.Tensor | tuple[()] = ()
+    grid_step: tf.Tensor | tuple[()] = ()
     bits: nests.Nest = ()
 
     def whole(self) -> CohortSum:
         """Returns the sum with its update in float64."""
-        if isinstance(self.step, tuple):
+        if isinstance(self.grid_step, tuple):
             return self.total
-        step = self.step.numpy()
-        update = [_from_steps(part, step) for part in _update(self.total)]
+        grid_step = self.grid_step.numpy()
+        update = [_from_int32(part, grid_step) for part in _update(self.total)]
         return _with_update(self.total, update)
 
 
@@ -171,18 +171,18 @@ def _with_update(total: CohortSum, update: list[nests.Nest]) -> CohortSum:
 _MANY_WEIGHTS = 2**20
 
 
-def _from_steps(part: np.ndarray | tf.Tensor, step: np.floating) -> tf.Tensor:
+def _from_int32(part: np.ndarray | tf.Tensor, grid_step: np.floating) -> tf.Tensor:
     numbers = _as_numpy(part)
     if numbers.size >= _MANY_WEIGHTS:
-        return _from_steps_in_place(part, tf.constant(step))
+        return _from_int32_in_place(part, tf.constant(grid_step))
     # As `bounded_sums.from_int32`.
-    return tf.convert_to_tensor(np.multiply(numbers, step, dtype=np.float64))
+    return tf.convert_to_tensor(np.multiply(numbers, grid_step, dtype=np.float64))
 
 
 @tf.function(autograph=False, reduce_retracing=True)
-def _from_steps_in_place(part: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+def _from_int32_in_place(part: tf.Tensor, grid_step: tf.Tensor) -> tf.Tensor:
     # (A function reuses the memory of the cast.)
-    return bounded_sums.from_int32([part], step)[0]
+    return bounded_sums.from_int32([part], grid_step)[0]
 
 
 @dataclasses.dataclass
@@ -210,13 +210,13 @@ class ThreadSum:
 
     def add(self, count: int, trained: Trained) -> None:
         """Adds the result of a compiled function, of `count` clients."""
-        if isinstance(trained.step, tuple):
+        if isinstance(trained.grid_step, tuple):
             self._add_whole(trained.total)
             return
         before = self.int32_sum
         if before is not None and (
             self.num_in_int32_sum + count > bounded_sums.MAX_INT32_CLIENTS
-            or before.step != trained.step
+            or before.grid_step != trained.grid_step
         ):
             self.convert()
             before = None

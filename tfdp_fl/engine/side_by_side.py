@@ -345,8 +345,8 @@ class GhostClipping:
         clipped, norms = self._clip_and_sum(received, layers, table)
         total = total._replace(contribution=clipped)
         bits = _bits_of(norms, layers, received.returns_bits)
-        step = () if self.fine else self.query.coarse_grid_step(received.params)
-        return cohort.Trained(total, cohort.PerClient(), step, bits)
+        grid_step = () if self.fine else self.query.coarse_grid_step(received.params)
+        return cohort.Trained(total, cohort.PerClient(), grid_step, bits)
 
     def _sum_statistics(
         self,

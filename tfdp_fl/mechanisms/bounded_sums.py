@@ -205,17 +205,17 @@ def coarse_grid_step(norm_bound: Scalar) -> tf.Tensor:
     return power_of_two_below(s) * 2.0**-20
 
 
-def to_int32(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+def to_int32(update: list[tf.Tensor], grid_step: tf.Tensor) -> list[tf.Tensor]:
     """Returns an update in whole steps, int32, rounded towards zero.
 
     So its norm does not increase.
     """
-    return [tf.cast(tf.cast(t, tf.float32) / step, tf.int32) for t in update]
+    return [tf.cast(tf.cast(t, tf.float32) / grid_step, tf.int32) for t in update]
 
 
-def from_int32(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+def from_int32(update: list[tf.Tensor], grid_step: tf.Tensor) -> list[tf.Tensor]:
     """Converts sums of whole steps back to updates, float64 and exact."""
-    return [tf.cast(t, tf.float64) * tf.cast(step, tf.float64) for t in update]
+    return [tf.cast(t, tf.float64) * tf.cast(grid_step, tf.float64) for t in update]
 
 
 def power_of_two_below(value: tf.Tensor) -> tf.Tensor:
@@ -224,7 +224,7 @@ def power_of_two_below(value: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(exponent, tf.float32)
 
 
-def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
+def to_grid(update: list[tf.Tensor], grid_step: tf.Tensor) -> list[tf.Tensor]:
     """Rounds an update to multiples of a step, with an error of at most one step.
 
     (Or 2^-23 of the number, if that is more.) Adding 1.5 2^24 steps makes the last
@@ -233,9 +233,9 @@ def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
 
     Args:
       update: Float tensors.
-      size: Float32 scalar, a power of two; 0 leaves float32 numbers as they are.
+      grid_step: Float32 scalar, a power of two; 0 leaves float32 numbers as they are.
     """
-    offset = size * (1.5 * 2.0**24)
+    offset = grid_step * (1.5 * 2.0**24)
 
     def round_off(tensor: tf.Tensor) -> tf.Tensor:
         return (tf.cast(tensor, tf.float32) + offset) - offset
