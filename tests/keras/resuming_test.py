@@ -4,6 +4,7 @@ But for the draws of seeded rounds, which a resumed run makes anew; see
 `toy.same_draws_when_resumed`. Checkpoints are whole or not there.
 """
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -11,6 +12,7 @@ import os
 import pathlib
 import shutil
 import stat
+import sys
 from unittest import mock
 
 import numpy as np
@@ -20,7 +22,8 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting, engine
-from tfdp_fl.keras import checkpoint
+from tfdp_fl.keras import checkpoint, federated_training, round_loop
+from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras.callbacks import (
     Ledger,
     PrivacyBudget,
@@ -29,6 +32,9 @@ from tfdp_fl.keras.callbacks import (
 
 _DELTA = 1e-3
 _ROUNDS = 6
+_TRAINED = "already trained on clients"
+# Of the files that put a checkpoint into a model, the functions that do it.
+_RESTORING = ("restore", "fit", "mark_owner")
 _SGD, _ADAM = tf.keras.optimizers.SGD, tf.keras.optimizers.Adam
 
 
@@ -457,6 +463,59 @@ def test_files_stay_where_they_were_named(tmp_path, monkeypatch):
     (tmp_path / "here" / "own.jsonl").unlink()
     toy.fit(fed, 1, [Ledger(tmp_path / "new.jsonl")])
     assert fed.account.rounds == 4
+
+
+def test_a_resume_that_ends_anywhere_leaves_no_weights_without_their_cost(tmp_path):
+    # Two Ctrl-C in time, or too little memory: 2.2 was said of a model that cost 8.8.
+    path, data = tmp_path / "run", toy.clients()
+    trained = toy.federated(clients_per_round=20)
+    toy.fit(trained, 3, [RoundCheckpoint(path)], data)
+    cost, initial = trained.epsilon(_DELTA), toy.flat(toy.dense())
+    files = {checkpoint.__file__, model_lib.__file__, federated_training.__file__}
+    restore, last, lines = checkpoint.InterruptedRun.restore, 0, [0]
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        if code.co_filename not in files or code.co_name not in _RESTORING:
+            return None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == last:
+                raise KeyboardInterrupt
+        return trace
+
+    def restore_traced(*arguments):  # And what `fit`, which calls it, does then.
+        sys._getframe(1).f_trace = trace
+        sys.settrace(trace)
+        return restore(*arguments)
+
+    def untouched():
+        return toy.federated(model=lambda: toy.dense(), clients_per_round=20)
+
+    no_rounds = mock.patch.object(round_loop.RoundLoop, "train")
+    interrupts = mock.patch.object(checkpoint.InterruptedRun, "restore", restore_traced)
+    outcomes, fed = set(), untouched()
+    while lines[0] == last:
+        last, lines[0] = last + 1, 0
+        with no_rounds, interrupts, contextlib.suppress(KeyboardInterrupt):
+            try:
+                toy.fit(fed, 3, data=data, resume_from=path)
+            finally:
+                sys.settrace(None)
+        is_private = bool(np.any(toy.flat(fed.model) != initial))
+        try:
+            outcomes.add((is_private, fed.epsilon(_DELTA)))
+        except ValueError as refused:
+            assert _TRAINED in str(refused)
+            with pytest.raises(ValueError, match=_TRAINED):
+                toy.fit(fed, 1, data=data)
+            outcomes.add((is_private, None))
+            interrupted, fed = fed, untouched()
+    assert outcomes == {(False, 0.0), (False, None), (True, None), (True, cost)}
+    with no_rounds:
+        toy.fit(interrupted, 3, data=data, resume_from=path)
+    assert interrupted.epsilon(_DELTA) == cost
+    toy.assert_same(interrupted.model, trained.model)
 
 
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):

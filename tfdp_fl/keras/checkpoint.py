@@ -33,7 +33,7 @@ import tensorflow as tf
 from tfdp_fl import _files, accounting, engine, keras_versions, schedules
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras.federated_training import FederatedTraining
+from tfdp_fl.keras.federated_training import FederatedTraining, mark_owner
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
 from tfdp_fl.terms import Json
@@ -488,6 +488,10 @@ class InterruptedRun:
 
         The spending comes from the ledger. It includes the rounds that were charged
         after the checkpoint, as their results may have been seen.
+
+        From the first weight on, the model belongs to this object, and no `fit` and no
+        epsilon is allowed of it. The caller marks it as `fed`'s once `fed` has the run:
+        whatever ends this in between, no weights are there without their cost.
         """
         state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]
@@ -526,6 +530,7 @@ class InterruptedRun:
             # if this machine computes other coefficients.
             run.mechanism_state = query.restart_noise(run.mechanism_state)
             run.segment = ledger_lib.new_id()
+        mark_owner(self, cohort_engine.server.variables, fed.model)
         for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])

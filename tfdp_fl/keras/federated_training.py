@@ -135,8 +135,9 @@ def check_owner(fed: FederatedTraining) -> None:
     if any(owner is not None and owner() is not fed for owner in marks):
         raise ValueError(
             f"model {fed.model.name!r} (or a layer that it shares) was already trained "
-            "on clients by another DPFederatedModel, which counts the cost. Continue "
-            "with that one, resume from its checkpoint, or build a new Keras model."
+            "on clients by another DPFederatedModel, which counts the cost, or a "
+            "fit(resume_from=...) did not restore it to the end. Continue with that "
+            "one, resume from its checkpoint, or build a new Keras model."
         )
 
 

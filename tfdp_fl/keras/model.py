@@ -548,10 +548,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         validation = validation.check_labels(engine)
         validation.try_one_batch(self.model)
         with _signals.defer_signals():
-            # An interrupt in here could restore the weights without their cost.
+            # So that engine and run are those of one `fit`.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
-                federated_training.mark_owner(self, engine.server.variables, self.model)
             if audit is not None:
                 audit.begin(engine)
                 run.audits = [*run.audits, audit]
@@ -562,6 +561,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
                 run.caveats.add("client_metrics_shown")
             # Together, as nothing raises an error any more.
             self._engine, self._run = engine, run
+            if interrupted is not None:  # Last, as the weights' cost is known now.
+                federated_training.mark_owner(self, engine.server.variables, self.model)
         collector = engine if runtime is None else runtime.collector(engine, clients)
         return round_loop.RoundLoop(
             self, clients, callbacks, validation, collector, audit, self._verbose
