@@ -246,7 +246,7 @@ def check_sums(total, count, few, smallest=1, silent=None):
     """Asserts sum(P with k) = sum(P) + record(k), bit for bit, in any order.
 
     Args:
-      total: Returns, of positions, a sum of records and the side sums.
+      total: Returns, of positions, a sum of contributions and the side sums.
       count: How many clients there are.
       few: How many cohorts are tried.
       smallest: If not 1, nobody is summed alone, and only this is tried:

@@ -187,8 +187,8 @@ class Strategy(NamedTuple):
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
       num_steps: Side by side only: one of `dense_models.PROGRAM_STEPS`.
-      fine: Whether records are rounded to the finer grid, for float64 sums, instead
-        of the coarser one, for int32 sums (`bounded_sums`).
+      fine: Whether contributions are rounded to the finer grid, for float64 sums,
+        instead of the coarser one, for int32 sums (`bounded_sums`).
       xla: Whether XLA compiles it; each call then trains one client with full batches.
     """
 

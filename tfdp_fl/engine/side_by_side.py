@@ -290,7 +290,7 @@ class GhostClipping:
       trainer: Holds the model, the loss and the metrics.
       query: The mechanism's query, which only scales updates.
       steps: S; clients with fewer steps idle at the end.
-      fine: Whether records are rounded to the fine grid of float64 sums
+      fine: Whether contributions are rounded to the fine grid of float64 sums
         (`bounded_sums`). Otherwise, it is that of int32 sums, which takes half the
         time.
     """
@@ -501,9 +501,7 @@ class GhostClipping:
             params,
             self.query.client_weight(table.num_examples),
         )
-        if (
-            not self.fine
-        ):  # Keep each contribution within the bound after rounding, too.
+        if not self.fine:  # Rounding, too, keeps each contribution within the bound.
             kernels = tuple(layer.shape for layer in layers)
             share = dense_models.rounding_share(dense_models.num_weights(kernels))
             limit = self.query.l2_norm_bound(params) * (1 - share) / norm
