@@ -48,8 +48,7 @@ from tfdp_fl.mechanisms.contribution import RoundState
 # vector. This many rows always do, whatever the length of a row.
 _FILLED = 32
 
-# For rows at least this long, one product per client takes a third of the time of a
-# batch of products.
+# For rows at least this long, one product per Gram matrix takes half the time.
 _LONG = 512
 
 # At most one rounded operation per element, so every way of computing it agrees.
@@ -78,47 +77,12 @@ def _join(clients: tf.Tensor) -> tf.Tensor:
     return tf.reshape(clients, [-1, clients.shape[-1]])
 
 
-def _inner_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """Returns those of each client's rows, [K, n, p], of [K, n, m] and [K, p, m]."""
-    product = functools.partial(tf.matmul, transpose_b=True)
-    if a.shape[-1] < _LONG:
-        return product(a, b)
-
-    def write(k: tf.Tensor, clients: int, found: tf.TensorArray) -> tf.TensorArray:
-        for i in range(clients):
-            found = found.write(k + i, product(a[k + i], b[k + i]))
-        return found
-
-    count = tf.shape(a)[0]
-    found = tf.TensorArray(a.dtype, count, element_shape=[a.shape[1], b.shape[1]])
-    return _for_clients(count, 8, write, found).stack()
-
-
 def _gram(rows: tf.Tensor) -> tf.Tensor:
     """Returns the inner products of each client's rows, [K, n, n], of [K, n, m]."""
-    return _inner_products(rows, rows)
-
-
-def _for_clients(
-    count: tf.Tensor,
-    unrolled: int,
-    step: Callable[[tf.Tensor, int, Any], Any],
-    value: Any,
-) -> Any:
-    """Calls `value = step(k, n, value)` for n clients from the k-th, until `count`.
-
-    An iteration of a loop costs as much as a small product, so n is `unrolled` while
-    that many clients are left, and then 1.
-    """
-    k = tf.constant(0)
-    for clients in unrolled, 1:
-        k, value = tf.while_loop(
-            lambda k, _, clients=clients: k + clients <= count,
-            lambda k, value, clients=clients: (k + clients, step(k, clients, value)),
-            (k, value),
-            parallel_iterations=1,
-        )
-    return value
+    product = functools.partial(tf.matmul, transpose_b=True)
+    if rows.shape[-1] < _LONG:
+        return product(rows, rows)
+    return tf.map_fn(lambda own: product(own, own), rows, parallel_iterations=1)
 
 
 def _apply_rowwise(
@@ -213,7 +177,7 @@ class _DenseLayer:
         h = tf.cast(self._rows.split(tf.cast(h, z.dtype)), tf.float32)
         if self.gradients:
             earlier = tf.concat(self._inputs, axis=1)
-            products = self.with_bias(_inner_products(h, earlier))
+            products = self.with_bias(tf.matmul(h, earlier, transpose_b=True))
             z = self.changed(z, products, rate)
         self._inputs.append(h)
         return z
@@ -234,7 +198,7 @@ class _DenseLayer:
         back = tf.matmul(gradient, self._kernel, transpose_b=True)
         if self.gradients:
             d, x = tf.concat(self.gradients, axis=1), self._inputs[:-1]
-            products = rate * _inner_products(own, d)
+            products = rate * tf.matmul(own, d, transpose_b=True)
             change = _join(tf.matmul(products, tf.concat(x, axis=1)))
             back = tf.cast(tf.cast(back, tf.float32) - change, back.dtype)
         self.gradients.append(own)
@@ -581,15 +545,22 @@ class GhostClipping:
             numbers = as_numbers(tf.matmul(x, d, transpose_a=True))
             return as_sum(tf.reduce_sum(numbers, axis=0))
 
-        def add(k: tf.Tensor, clients: int, total: tf.Tensor) -> tf.Tensor:
-            products = [
-                tf.matmul(x[k + i], d[k + i], transpose_a=True) for i in range(clients)
+        def add(clients: int, k: tf.Tensor, total: tf.Tensor) -> tuple[Any, Any]:
+            numbers = [
+                as_numbers(tf.matmul(x[k + i], d[k + i], transpose_a=True))
+                for i in range(clients)
             ]
-            return tf.add_n([total, *map(as_numbers, products)])
+            return k + clients, tf.add_n([total, *numbers])
 
         # Zeros that depend on an argument: see `CohortPrograms._nobody`.
-        nothing = tf.fill(shape, tf.cast(count * 0, dtype))
-        total = _for_clients(count, 2, add, nothing)  # Few, as products are large.
+        k, total = 0, tf.fill(shape, tf.cast(count * 0, dtype))
+        for clients in 2, 1:  # Two per pass over the sum while two are left.
+            k, total = tf.while_loop(
+                lambda k, _, clients=clients: k + clients <= count,
+                functools.partial(add, clients),
+                (k, total),
+                parallel_iterations=1,
+            )
         return as_sum(total)
 
 
