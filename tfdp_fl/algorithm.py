@@ -138,7 +138,7 @@ def release(
       InvalidArgumentError: The noise is less than what a central guarantee paid for.
     """
     mechanism, weight = query.mechanism, total.weight
-    public = state.without_noise_state()  # From which the noise could be computed.
+    public = state.without_noise_state()  # The noise state reveals the noise.
     stddevs = query.noise_stddevs(state)  # Checked, and added here or by the clients.
     if mechanism.trust_model == TrustModel.CENTRAL:
         assertions = query.check_noise(public, charged, stddevs)

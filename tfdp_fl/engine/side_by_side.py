@@ -465,7 +465,7 @@ class GhostClipping:
             params,
             self.query.client_weight(table.num_examples),
         )
-        if not self.fine:  # Rounding, too, keeps each contribution within the bound.
+        if not self.fine:  # Stay within the bound after rounding, too.
             kernels = tuple(layer.shape for layer in layers)
             share = dense_models.rounding_share(dense_models.num_weights(kernels))
             limit = self.query.l2_norm_bound(params) * (1 - share) / norm

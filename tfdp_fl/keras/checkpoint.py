@@ -489,9 +489,10 @@ class InterruptedRun:
         The spending comes from the ledger. It includes the rounds that were charged
         after the checkpoint, as their results may have been seen.
 
-        From the first weight on, the model belongs to this object, and no `fit` and no
-        epsilon is allowed of it. The caller marks it as `fed`'s once `fed` has the run:
-        whatever ends this in between, no weights are there without their cost.
+        Before a weight changes, the model is marked as this object's, so that no `fit`
+        accepts it and no epsilon is told of it. The caller marks it as `fed`'s once
+        `fed` has the run. So an error or a signal in between leaves no weights whose
+        cost nobody counts.
         """
         state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]

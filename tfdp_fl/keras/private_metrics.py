@@ -152,7 +152,7 @@ def release(
     """Evaluates on clients, charges for the noisy result, and returns it."""
     way_out = ": compile what it computes as a metric, and declare its range in bounds"
     _validate.exactly(PrivateMetrics, way_out, private=private)
-    charge = private.cost(fed.setup.sampling, clients.num_clients)
+    cost = private.cost(fed.setup.sampling, clients.num_clients)
     _require_account(fed)
     with contextlib.ExitStack() as stack:
         # One evaluation at a time, even within a fit: each closes what it opened.
@@ -166,7 +166,7 @@ def release(
                 each.federated_model = fed
                 ledgers.append(each)
             stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))
-        _require_allowed(fed, charge)
+        _require_allowed(fed, cost)
         values = evaluation.evaluate(
             fed.model,
             fed.require_compiled("evaluate_clients"),
@@ -178,7 +178,7 @@ def release(
         private.contributions(values)  # Raises before anything is charged.
         with _signals.defer_signals():
             # An interrupt in between would leave a ledger line that the run lacks.
-            paid = _charge(fed, charge)
+            paid = _charge(fed, cost)
             generator = np.random.Generator(np.random.Philox())
             return private.release(values, generator, paid)
 
@@ -208,27 +208,27 @@ def _require_account(fed: FederatedTraining) -> account_lib.PrivacyAccount:
     return account
 
 
-def _require_allowed(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
+def _require_allowed(fed: FederatedTraining, cost: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release outside the rounds is not allowed."""
-    _require_account(fed).central.check(charge)
+    _require_account(fed).central.check(cost)
     for callback in fed.federated_callbacks:
-        callback.check_release(charge)
+        callback.check_release(cost)
 
 
-def _charge(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Receipt:
+def _charge(fed: FederatedTraining, cost: charge_lib.RoundCharge) -> Receipt:
     """Charges a release; returns the receipt."""
     name = account_lib.new_evaluation_id()
 
     def ask(_: Receipt) -> None:
-        _require_allowed(fed, charge)
+        _require_allowed(fed, cost)
         for callback in fed.federated_callbacks:
-            callback.on_release_charged(name, charge)
+            callback.on_release_charged(name, cost)
 
     budgets = [
         c.budget for c in fed.federated_callbacks if isinstance(c, PrivacyBudget)
     ]
     return _require_account(fed).charge(
-        charge,
+        cost,
         budgets=budgets,
         ask=ask,
         name=name,
