@@ -122,7 +122,7 @@ def _schedule(kinds: int) -> Work:
 
     def work() -> float:
         event = accounting.charge.dp_accounting.GaussianDpEvent(next(noise))
-        account.charge(cohorts.charge(event), budgets=[budget])
+        account.charge(cohorts.cost(event), budgets=[budget])
         return account.epsilon(_DELTA)
 
     for _ in range(kinds):

@@ -324,6 +324,20 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
             tfdp_fl.limit_rows_per_client(*_table(), **{"max_rows": 2, name: value})
 
 
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "i8", "u8"])
+def test_integers_of_any_range_are_grouped_in_order_of_appearance(dtype):
+    limits, rng = np.iinfo(dtype), np.random.default_rng(0)
+    for low, high in [(limits.min, limits.max), (limits.max - 3, limits.max)]:
+        ids = rng.integers(low, high, 500, dtype=dtype, endpoint=True)
+        rows_of: dict[int, list[int]] = {}
+        for row, client in enumerate(ids.tolist()):
+            rows_of.setdefault(client, []).append(row)
+        found = tables.group_rows(ids, 500)
+        assert found.client_ids == list(rows_of)
+        np.testing.assert_array_equal(found.rows, np.concatenate([*rows_of.values()]))
+        assert found.lengths.tolist() == [*map(len, rows_of.values())]
+
+
 @pytest.mark.parametrize(
     "ids",
     [

@@ -242,17 +242,35 @@ def _group_by_number(ids: np.ndarray) -> ClientRows:
         first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
         lengths = np.diff(np.append(first, len(ids)))
         return ClientRows(ids[first].tolist(), np.arange(len(ids)), lengths)
-    distinct_ids, first, codes = np.unique(ids, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return _group(distinct_ids[order].tolist(), places[codes.reshape(-1)])
+    rows = _stable_argsort(ids)
+    first = np.flatnonzero(np.append(True, np.diff(ids[rows]) != 0))
+    lengths = np.diff(np.append(first, len(ids)))
+    order = np.argsort(rows[first])  # Of first appearance.
+    places = np.cumsum(lengths[order]) - lengths[order]
+    # Moves each client's rows from where they begin by id to where they now begin.
+    moved = np.repeat(first[order] - places, lengths[order]) + np.arange(len(ids))
+    return ClientRows(ids[rows[first[order]]].tolist(), rows[moved], lengths[order])
+
+
+def _stable_argsort(numbers: np.ndarray) -> np.ndarray:
+    """Returns `np.argsort(numbers, kind="stable")` of integers [n], in a tenth of it.
+
+    Keys that differ can be sorted by any algorithm: here the number, then its row.
+    """
+    low, high, n = int(numbers.min()), int(numbers.max()), len(numbers)
+    if (high - low + 1) * n > np.iinfo(np.int64).max:
+        return np.argsort(numbers, kind="stable")
+    unsigned = numbers.dtype.kind == "u"
+    keys = numbers - numbers.min() if unsigned else numbers.astype(np.int64) - low
+    keys = keys.astype(np.int64) * n + np.arange(n)
+    keys.sort()
+    return keys % n
 
 
 def _group(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
     """Groups rows by client; `codes`, [n], are the clients' indices."""
     # A stable sort keeps a client's rows in the table's order.
-    rows = np.argsort(codes, kind="stable")
+    rows = _stable_argsort(codes)
     return ClientRows(client_ids, rows, np.bincount(codes, minlength=len(client_ids)))
 
 
