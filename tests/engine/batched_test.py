@@ -140,7 +140,7 @@ def compute_on_the_second_device():
         with cohorts.side_by_side(beside, steps=(2,)):
             for _ in range(2):
                 pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
-                leaves = tf.nest.flatten((pending.sums, pending.received[:2]))
+                leaves = tf.nest.flatten((pending.sums, pending.broadcast[:2]))
                 seen.update(leaf.device[-5:] for leaf in leaves)
                 engine.release(pending, cohorts.paid())
         assert engine.has_trained_side_by_side == beside

@@ -152,8 +152,8 @@ def test_neither_clients_nor_workers_are_sent_what_the_servers_noise_follows_fro
     inputs = cohorts.inputs(cohorts.dataset(), state=state)
     pending = engine.empty_round(inputs)
     assert pending.state.noise_state
-    assert pending.received.params.noise_state == ()
-    assert not np.isin(inputs.seed, pending.received.seed).any()
+    assert pending.broadcast.params.noise_state == ()
+    assert not np.isin(inputs.seed, pending.broadcast.seed).any()
     seeds = [noise.for_clients(np.array([3, k])).tolist() for k in range(4)]
     assert len({word for seed in seeds for word in seed}) == 8
 
@@ -318,8 +318,8 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
     dataset = cohorts.dataset([5] * 6)
     model, engine = _engine(jit_compile=None)
 
-    def another_machine(program, received, chunk):
-        found = tf.nest.flatten(program(received, chunk))
+    def another_machine(program, broadcast, chunk):
+        found = tf.nest.flatten(program(broadcast, chunk))
         changed = [
             np.nextafter(part, np.inf) if part.dtype == tf.float64 else part
             for part in found
@@ -360,8 +360,8 @@ def test_widths_are_tried_with_enough_clients_for_a_narrow_layer():
     _, engine = _engine(jit_compile=None)
     clients = []
 
-    def another_machine(program, received, chunk):
-        found = tf.nest.flatten(program(received, chunk))
+    def another_machine(program, broadcast, chunk):
+        found = tf.nest.flatten(program(broadcast, chunk))
         rows = np.asarray(tf.nest.flatten(chunk.x)[0]).tobytes()
         if rows not in clients:
             clients.append(rows)

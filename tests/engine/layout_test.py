@@ -53,7 +53,7 @@ def _inputs(dataset, positions):
 
 
 def _pending(dataset, positions):
-    options = {"state": (), "received": (), "threads": [cohort.ThreadSum()]}
+    options = {"state": (), "broadcast": (), "threads": [cohort.ThreadSum()]}
     return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 

@@ -277,7 +277,7 @@ def test_an_evaluation_in_another_thread_meets_no_round(during):
             assert has_begun.wait(60)
 
     def note(pending):
-        sent.extend(np.asarray(value) for value in pending.received.unaggregated)
+        sent.extend(np.asarray(value) for value in pending.broadcast.unaggregated)
 
     with (
         toy.around(CohortEngine, "empty_round", after=note),

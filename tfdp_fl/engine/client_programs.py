@@ -46,12 +46,12 @@ class CohortPrograms:
     )
 
     def program(
-        self, received: cohort.Broadcast, part: layout.Part
+        self, broadcast: cohort.Broadcast, part: layout.Part
     ) -> program_lib.Program:
         """Returns the program that trains a part's clients; traces it at first use.
 
         Args:
-          received: What the server sends. It is the program's first argument; the
+          broadcast: What the server sends. It is the program's first argument; the
             second one is a `layout.Chunk`.
           part: The clients.
         """
@@ -74,7 +74,7 @@ class CohortPrograms:
         table = tf.nest.map_structure(any_size, part.table)
         self.traced[part.strategy] = made = program_lib.Program(
             train,
-            trainer_lib.specs_of(received),
+            trainer_lib.specs_of(broadcast),
             layout.Chunk(x, y, table),
             model=self.trainer.model,
             xla=part.strategy.xla,
@@ -86,7 +86,7 @@ class CohortPrograms:
         self,
         full_batches: bool,
         fine: bool,
-        received: cohort.Broadcast,
+        broadcast: cohort.Broadcast,
         chunk: layout.Chunk,
     ) -> cohort.Trained:
         """Trains the clients of a chunk one after the other.
@@ -95,7 +95,7 @@ class CohortPrograms:
           full_batches: Whether every batch has exactly B rows. Shapes are then fixed,
             as XLA requires.
           fine: See `layout.Strategy`.
-          received: What the server sends to each of them.
+          broadcast: What the server sends to each of them.
           chunk: The clients.
         """
         x, y, table = chunk
@@ -104,14 +104,14 @@ class CohortPrograms:
         def client(
             k: tf.Tensor, total: cohort.CohortSum, kept: cohort.PerClient
         ) -> tuple[tf.Tensor, cohort.CohortSum, cohort.PerClient]:
-            seed = noise.fold_in(received.seed, table.keys[k])
+            seed = noise.fold_in(broadcast.seed, table.keys[k])
             first, num_examples = table.first_row[k], table.num_examples[k]
             end = first + num_examples * table.epochs
-            own = received
+            own = broadcast
             taken: list[tf.Tensor] = []
             if tables:  # Under XLA, each length of a slice would be compiled anew.
                 rows = table.rows[first : first + num_examples]
-                own, taken = lookups.narrow(tables, received, x, rows)
+                own, taken = lookups.narrow(tables, broadcast, x, rows)
             state = self.trainer.start(own, seed)
 
             def step(start, state, counted):
@@ -152,14 +152,14 @@ class CohortPrograms:
         take_step = program_lib.in_own_graph(self._train_batch)
         tables = () if full_batches else self._lookups()
         looked_up = [self.trainer.aggregated[lookup.weight] for lookup in tables]
-        total, kept = self._nobody(received.weights, table, query)
+        total, kept = self._nobody(broadcast.weights, table, query)
         _, total, kept = tf.while_loop(
             lambda k, *_: k < table.num_clients,
             client,
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        grid_step = () if fine else query.coarse_grid_step(received.params)
+        grid_step = () if fine else query.coarse_grid_step(broadcast.params)
         return cohort.Trained(total, kept, grid_step)
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
@@ -220,7 +220,7 @@ class CohortPrograms:
         return tf.nest.map_structure(unfold, total), kept
 
     def _train_batched(
-        self, received: cohort.Broadcast, chunk: layout.Chunk
+        self, broadcast: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains all clients of a chunk at once; some of them may be padding.
 
@@ -234,9 +234,9 @@ class CohortPrograms:
         longest = tf.reduce_max(per_pass)
 
         def start(key: tf.Tensor) -> nests.Nest:
-            seed = noise.fold_in(received.seed, key)
+            seed = noise.fold_in(broadcast.seed, key)
             nothing = cohort.CohortSum.zeros(self.trainer.no_metrics())
-            return seed, (self.trainer.start(received, seed), nothing)
+            return seed, (self.trainer.start(broadcast, seed), nothing)
 
         def step(s: tf.Tensor, clients: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
             place = s % longest - (longest - per_pass)
@@ -252,7 +252,7 @@ class CohortPrograms:
             def one(arguments: nests.Nest) -> nests.Nest:
                 before, batch, active = arguments
                 state, total = before
-                after = self._train_batch(state, total, batch, size, received)
+                after = self._train_batch(state, total, batch, size, broadcast)
                 return tf.nest.map_structure(
                     lambda new, old: tf.where(active, new, old), after, before
                 )
@@ -261,7 +261,7 @@ class CohortPrograms:
 
         def finish(arguments: nests.Nest) -> tuple[cohort.CohortSum, cohort.PerClient]:
             seed, (state, total), *rest = arguments
-            one, rows = self._result(received, seed, state, *rest)
+            one, rows = self._result(broadcast, seed, state, *rest)
             return one._replace(
                 loss=total.loss, examples=total.examples, metrics=total.metrics
             ), rows
@@ -289,7 +289,7 @@ class CohortPrograms:
         ]
         total = total._replace(metrics=total.metrics._replace(largest=largest))
         if not self.keeps_updates:
-            spec = cohort.UpdateSpec.of(received.weights)
+            spec = cohort.UpdateSpec.of(broadcast.weights)
             nothing = self.query.initial_sample_state(spec.variables)
             exact = tf.nest.map_structure(
                 lambda part, whole: sum_up(part, whole.dtype),
@@ -305,15 +305,17 @@ class CohortPrograms:
         total: cohort.CohortSum,
         batch: tuple[nests.Nest, nests.Nest],
         size: tf.Tensor,
-        received: cohort.Broadcast,
+        broadcast: cohort.Broadcast,
     ) -> tuple[trainer_lib.ClientState, cohort.CohortSum]:
         """Takes one step of a client on a batch of `size` examples."""
-        state, loss, metrics = self.trainer.step(state, *batch, received, total.metrics)
+        state, loss, metrics = self.trainer.step(
+            state, *batch, broadcast, total.metrics
+        )
         return state, total.with_batch(metrics, loss, size)
 
     def _result(
         self,
-        received: cohort.Broadcast,
+        broadcast: cohort.Broadcast,
         seed: tf.Tensor,
         state: trainer_lib.ClientState,
         num_examples: tf.Tensor,
@@ -323,7 +325,7 @@ class CohortPrograms:
         """Clips a trained client's update and returns its upload.
 
         Args:
-          received: What the server sent to it.
+          broadcast: What the server sent to it.
           seed: The client's seed.
           state: The client's state after its last step.
           num_examples: Int32 scalar.
@@ -336,9 +338,9 @@ class CohortPrograms:
         query = query or self.query
         released = query.mechanism.releases_weights
         update = self.trainer.update(
-            state, None if released else received.weights, seed
+            state, None if released else broadcast.weights, seed
         )
-        update = cohort.UpdateSpec.of(received.weights).require(update)
+        update = cohort.UpdateSpec.of(broadcast.weights).require(update)
         total, rows = cohort.CohortSum.zeros(), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))
@@ -351,7 +353,7 @@ class CohortPrograms:
             )
         with noise.use_seed(noise.fold_in(seed, 0)):
             client = query.client(num_examples, window)
-            one = algorithm.make_contribution(query, received.params, update, client)
+            one = algorithm.make_contribution(query, broadcast.params, update, client)
         return total._replace(contribution=one), rows
 
 

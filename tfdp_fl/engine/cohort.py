@@ -342,7 +342,7 @@ class PendingRound:
     Attributes:
       inputs: The round.
       state: The query's state, set for this round.
-      received: What its clients receive.
+      broadcast: What its clients receive.
       threads: The sum of each thread's clients, until the collection is complete.
       sums: From then on, at least one `CohortSum`.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
@@ -355,7 +355,7 @@ class PendingRound:
 
     inputs: RoundInputs
     state: contribution.RoundState
-    received: Broadcast
+    broadcast: Broadcast
     threads: list[ThreadSum]
     sums: list[nests.Nest] = dataclasses.field(default_factory=list)
     window_norms: np.ndarray | None = None

@@ -225,10 +225,10 @@ class CohortEngine:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         seed = np.zeros(2, np.uint64)
         state = self.query.initial_global_state()
-        received = self._broadcast(self.server.variables, state, 0.0, seed)
+        broadcast = self._broadcast(self.server.variables, state, 0.0, seed)
         z, m = query.mechanism.noise_multiplier_at(0), query.context.cohort_size(0)
         part = self.layout.one_by_one(nobody, is_fine(z, m))[0]
-        program = self.programs.program(received, part)
+        program = self.programs.program(broadcast, part)
         if self.layout.batched_clients is not None:
             refused = allowed_operations.find_unbatchable(program.graph_def)
             if refused:
@@ -358,12 +358,12 @@ class CohortEngine:
         Each machine returns the sum's tensors, and `Trained.bits`.
         """
         rows = strategy.num_steps * batch
-        received, chunk = self._make_up(rows, batch, width, client)
+        broadcast, chunk = self._make_up(rows, batch, width, client)
         program = self.programs.traced[strategy]
         if run is None:
-            found = [tf.nest.flatten(program(received, chunk))]
+            found = [tf.nest.flatten(program(broadcast, chunk))]
         else:
-            found = run(program, received, chunk)
+            found = run(program, broadcast, chunk)
         packed = [tf.nest.pack_sequence_as(program.structure, each) for each in found]
         return [
             (
@@ -403,24 +403,24 @@ class CohortEngine:
         ]
         seed = np.zeros(2, np.uint64)
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
-        received = self._broadcast(weights, state, 0.1, seed, returns_bits=True)
+        broadcast = self._broadcast(weights, state, 0.1, seed, returns_bits=True)
         own = np.tile(np.arange(rows), width)
         table = layout.client_table(own, np.full(width, rows), batch, 1)
-        return received, layout.Chunk(x, y, table)
+        return broadcast, layout.Chunk(x, y, table)
 
     def _check_compiles(self, batch: int) -> None:
         """Raises ValueError if XLA cannot compile how clients train.
 
         Otherwise, every client would seem to have failed.
         """
-        received, chunk = self._make_up(batch, batch)
+        broadcast, chunk = self._make_up(batch, batch)
         compiled = layout.Strategy(layout.ONE_BY_ONE, xla=True)
         try:
-            self.programs.traced[compiled](received, layout.gather(chunk, chunk.table))
+            self.programs.traced[compiled](broadcast, layout.gather(chunk, chunk.table))
         except program_lib.CLIENT_ERRORS as error:
             with contextlib.suppress(*program_lib.CLIENT_ERRORS):
                 plain = layout.Part(compiled._replace(xla=False), chunk.table)
-                self.programs.program(received, plain)(received, chunk)
+                self.programs.program(broadcast, plain)(broadcast, chunk)
                 raise ValueError(
                     "jit_compile must be False for this model, which XLA cannot "
                     f"compile: {str(error).splitlines()[0]}"
@@ -500,7 +500,9 @@ class CohortEngine:
         return cohort.PendingRound(
             inputs=inputs,
             state=state,
-            received=self._broadcast(weights, state, inputs.learning_rate, inputs.seed),
+            broadcast=self._broadcast(
+                weights, state, inputs.learning_rate, inputs.seed
+            ),
             threads=[cohort.ThreadSum() for _ in range(self.max_parallel_clients)],
             window_norms=norms,
         )
@@ -599,7 +601,7 @@ class CohortEngine:
             self._later_clip.trace(pending)
         for strategy in strategies:
             try:
-                self.programs.program(pending.received, layout.Part(strategy, nobody))
+                self.programs.program(pending.broadcast, layout.Part(strategy, nobody))
             except Exception as error:
                 if strategy.kind != layout.BATCHED:
                     raise
@@ -629,7 +631,7 @@ class CohortEngine:
         self, pending: cohort.PendingRound, chunk: layout.Chunk
     ) -> list[list[layout.Part]]:
         """Lays out a chunk and has TensorFlow optimise its programs in one thread."""
-        received = pending.received
+        broadcast = pending.broadcast
         groups = self.layout.lay_out(
             chunk.table, self.max_parallel_clients, fine=needs_fine_grid(pending)
         )
@@ -641,7 +643,7 @@ class CohortEngine:
                 # thread that calls it before the first call has finished.
                 nobody = layout.select(part.table, np.array([], np.int64))
                 with tf.device(self.device):
-                    program(received, chunk._replace(table=nobody))
+                    program(broadcast, chunk._replace(table=nobody))
         return groups
 
     def _train(
@@ -656,7 +658,7 @@ class CohortEngine:
         chunk = chunk._replace(table=part.table)
         if part.strategy.xla:
             chunk = layout.gather(chunk, part.table)
-        trained: cohort.Trained = program(pending.received, chunk)
+        trained: cohort.Trained = program(pending.broadcast, chunk)
         return trained
 
     def train_part_one_by_one(

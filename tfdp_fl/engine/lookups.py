@@ -190,7 +190,7 @@ def _is_of_rows(gather: tf.Operation) -> bool:
 
 def narrow(
     lookups: tuple[Lookup, ...],
-    received: cohort.Broadcast,
+    broadcast: cohort.Broadcast,
     x: nests.Nest,
     rows: tf.Tensor,
 ) -> tuple[cohort.Broadcast, list[tf.Tensor]]:
@@ -198,21 +198,21 @@ def narrow(
 
     Args:
       lookups: The lookups that qualify.
-      received: What the server sends.
+      broadcast: What the server sends.
       x: Nest of feature tensors; the leading dimension is over stored examples.
       rows: Int32 [n], the client's examples.
 
     Returns:
       The broadcast with small tables; and each lookup's table rows, int64 [u], sorted.
     """
-    weights, table_rows = list(received.weights), []
+    weights, table_rows = list(broadcast.weights), []
     leaves = tf.nest.flatten(x)
     for weight, feature, size, dtype in lookups:
         indices = tf.gather(leaves[feature], rows)
         unique_rows = tf.sort(tf.unique(_row_indices(indices, size, dtype))[0])
         weights[weight] = tf.gather(weights[weight], unique_rows)
         table_rows.append(unique_rows)
-    return received._replace(weights=weights), table_rows
+    return broadcast._replace(weights=weights), table_rows
 
 
 def rename(

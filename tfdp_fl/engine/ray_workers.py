@@ -185,7 +185,7 @@ class ShardedCohorts:
             with contextlib.suppress(*program.CLIENT_ERRORS):
                 shards[place] = self._shard(chunk, part)
         results = self._workers.run(
-            traced, _arrays(pending.received), self._examples, [*shards.values()]
+            traced, _arrays(pending.broadcast), self._examples, [*shards.values()]
         )
         trained: list[cohort.Trained | None] = [None] * len(parts)
         for place, arrays in zip(shards, results, strict=True):
@@ -195,12 +195,12 @@ class ShardedCohorts:
         return trained
 
     def _run_on_every_worker(
-        self, traced: program.Program, received: cohort.Broadcast, chunk: layout.Chunk
+        self, traced: program.Program, broadcast: cohort.Broadcast, chunk: layout.Chunk
     ) -> list[Arrays]:
         """Returns each worker's flattened results of a program; [] if one fails."""
         results = self._workers.run(
             traced,
-            _arrays(received),
+            _arrays(broadcast),
             None,
             [_arrays(chunk)] * self._workers.num_workers,
         )
@@ -535,9 +535,9 @@ class RayWorkers:
         with self._lock:
             self.open()
             ray = _ray()
-            received = _pack(sent)
-            if not isinstance(received, bytes):
-                received = ray.put(received)
+            packed = _pack(sent)
+            if not isinstance(packed, bytes):
+                packed = ray.put(packed)
             # One dataset at a time, so that the store does not fill up.
             examples_reference = (
                 None if examples is None else self._reference("examples", examples)
@@ -547,7 +547,7 @@ class RayWorkers:
             def ask(index: int) -> ObjectRef:
                 return self._cluster.actor(index).run.remote(
                     *(self._expected_facts, traced.name, stored),
-                    *(received, examples_reference, _pack(shards[index])),
+                    *(packed, examples_reference, _pack(shards[index])),
                 )
 
             pending = list(map(ask, range(len(shards))))

@@ -213,7 +213,7 @@ class Release:
             )
         pending.sums = [functools.reduce(cohort.CohortSum.plus, pending.sums)]
         # While anything holds the weights that were sent, the model would be copied.
-        pending.received = pending.received._replace(weights=[])
+        pending.broadcast = pending.broadcast._replace(weights=[])
         state = with_variables(pending.state)
         leaves = tf.nest.flatten((pending.sums[0], state, seed, answered, charged))
         flat = [

@@ -270,12 +270,12 @@ class GhostClipping:
         return {id(v): place for place, v in enumerate(self.trainer.aggregated)}
 
     def __call__(
-        self, received: cohort.Broadcast, chunk: layout.Chunk
+        self, broadcast: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains K clients for all their steps, then clips and adds up their updates.
 
         Args:
-          received: What the server sends to each of them.
+          broadcast: What the server sends to each of them.
           chunk: The clients.
         """
 
@@ -285,7 +285,7 @@ class GhostClipping:
         (x,), table = tf.nest.flatten(chunk.x), chunk.table
         places, sizes = self._batches(table)
         h = tf.gather(x, tf.reshape(tf.transpose(places, [1, 0, 2]), [-1]))
-        layers = self._layers(received.weights, h, _Rows(tf.size(table.num_examples)))
+        layers = self._layers(broadcast.weights, h, _Rows(tf.size(table.num_examples)))
         y, weight = nests.labels_and_weights(
             tf.nest.map_structure(
                 lambda leaf: tf.gather(leaf, by_step(places)), _of_one_output(chunk.y)
@@ -301,15 +301,15 @@ class GhostClipping:
             tf.unstack(y, self.steps), tf.unstack(mean, self.steps), strict=True
         )
         taken = [
-            self._take_step(layers, labels, share, received.learning_rate)
+            self._take_step(layers, labels, share, broadcast.learning_rate)
             for labels, share in steps
         ]
         outputs, losses = (tf.concat(each, axis=0) for each in zip(*taken, strict=True))
         total = self._sum_statistics(outputs, losses, y, weight, valid)
-        clipped, norms = self._clip_and_sum(received, layers, table)
+        clipped, norms = self._clip_and_sum(broadcast, layers, table)
         total = total._replace(contribution=clipped)
-        bits = _bits_of(norms, layers, received.returns_bits)
-        grid_step = () if self.fine else self.query.coarse_grid_step(received.params)
+        bits = _bits_of(norms, layers, broadcast.returns_bits)
+        grid_step = () if self.fine else self.query.coarse_grid_step(broadcast.params)
         return cohort.Trained(total, cohort.PerClient(), grid_step, bits)
 
     def _sum_statistics(
@@ -433,12 +433,12 @@ class GhostClipping:
         return h, losses
 
     def _clip_and_sum(
-        self, received: cohort.Broadcast, layers: list[_DenseLayer], table: Any
+        self, broadcast: cohort.Broadcast, layers: list[_DenseLayer], table: Any
     ) -> tuple[contribution.Contribution, tf.Tensor]:
         """Scales each client's update as the mechanism says, and adds up.
 
         Args:
-          received: What the server sent.
+          broadcast: What the server sent.
           layers: The dense layers, after all steps.
           table: The clients.
 
@@ -446,7 +446,7 @@ class GhostClipping:
           The sum, and of each client both results of `norm_and_upper_bound`, float64
           [K, 2].
         """
-        rate, params = received.learning_rate, received.params
+        rate, params = broadcast.learning_rate, broadcast.params
         factors = [layer.factors() for layer in layers]
         length, bound = dense_models.norm_and_upper_bound(
             [gram for _, _, gram in factors],
@@ -474,7 +474,7 @@ class GhostClipping:
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # With a NaN learning rate no client is usable, and every update becomes zero.
         scale = tf.where(usable, -rate * clients.update, 0.0)[:, None, None]
-        update: list[Any] = [None] * len(received.weights)
+        update: list[Any] = [None] * len(broadcast.weights)
         for layer, (x, d, _) in zip(layers, factors, strict=True):
             d = tf.math.multiply_no_nan(d, scale)
             x = tf.cond(
@@ -483,10 +483,12 @@ class GhostClipping:
                 lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
             )
             kernel, *bias = [self._places[id(v)] for v in layer.layer.weights]
-            update[kernel] = self._sum_of(x, d, received.params)
+            update[kernel] = self._sum_of(x, d, broadcast.params)
             for place in bias:
                 ones = tf.ones([*tf.unstack(tf.shape(d))[:2], 1])
-                update[place] = tf.reshape(self._sum_of(ones, d, received.params), [-1])
+                update[place] = tf.reshape(
+                    self._sum_of(ones, d, broadcast.params), [-1]
+                )
         present = tf.range(tf.size(usable)) < table.num_clients
         nothing = self.query.initial_sample_state([])
         total = clients.with_scalars(

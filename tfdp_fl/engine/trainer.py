@@ -214,11 +214,11 @@ class Trainer:
         self, x: nests.Nest, y: nests.Nest, weights: list[tf.Tensor]
     ) -> None:
         """Computes the part of a step that precedes the gradients."""
-        received = self.received()
-        received.weights[: len(weights)] = weights
-        self.evaluate(received, x, y, self.no_metrics(), training=True)
+        broadcast = self.current_broadcast()
+        broadcast.weights[: len(weights)] = weights
+        self.evaluate(broadcast, x, y, self.no_metrics(), training=True)
 
-    def received(self) -> cohort.Broadcast:
+    def current_broadcast(self) -> cohort.Broadcast:
         """Returns the model as it is, as a broadcast outside any round."""
         return cohort.Broadcast(
             weights=keras_versions.tf_variables(self.aggregated),
@@ -241,15 +241,15 @@ class Trainer:
         self, own: list[tf.Tensor], x: nests.Nest, y: nests.Nest
     ) -> list[tf.Tensor]:
         """Returns the values of the model's own metrics after a batch."""
-        received = self.received()
-        state = self.start(received, received.seed)
+        broadcast = self.current_broadcast()
+        state = self.start(broadcast, broadcast.seed)
         return self._forward(state, x, y, None, own=own)[3]
 
-    def start(self, received: cohort.Broadcast, seed: tf.Tensor) -> ClientState:
+    def start(self, broadcast: cohort.Broadcast, seed: tf.Tensor) -> ClientState:
         """Returns the state in which every client of a round starts.
 
         Args:
-          received: What the server sends.
+          broadcast: What the server sends.
           seed: A seed as in `mechanisms.noise`, new for each client and round.
         """
         # The initial states of the model's random generators.
@@ -258,8 +258,8 @@ class Trainer:
             for number, variable in enumerate(self._random_state)
         ]
         return ClientState(
-            [*received.weights, *received.unaggregated, *seeds],
-            self._optimizer.start(received.learning_rate),
+            [*broadcast.weights, *broadcast.unaggregated, *seeds],
+            self._optimizer.start(broadcast.learning_rate),
         )
 
     def step(
@@ -267,7 +267,7 @@ class Trainer:
         state: ClientState,
         x: nests.Nest,
         y: nests.Nest,
-        received: cohort.Broadcast,
+        broadcast: cohort.Broadcast,
         metrics: cohort.MetricState,
     ) -> tuple[ClientState, tf.Tensor, cohort.MetricState]:
         """Takes one step on one batch.
@@ -276,7 +276,7 @@ class Trainer:
           state: The client's state.
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
-          received: The broadcast that the client started from.
+          broadcast: The broadcast that the client started from.
           metrics: The metrics' state.
 
         Returns:
@@ -300,7 +300,7 @@ class Trainer:
             gradients = [
                 _plus(gradient, training.proximal_weight * (value - start))
                 for gradient, value, start in zip(
-                    gradients, trainable, received.weights, strict=False
+                    gradients, trainable, broadcast.weights, strict=False
                 )
             ]
         if training.grad_clip > 0:
@@ -308,7 +308,7 @@ class Trainer:
                 [_dense(gradient) for gradient in gradients], training.grad_clip
             )
         trainable, slots = self._optimizer.apply(
-            gradients, trainable, state.slots, received.learning_rate
+            gradients, trainable, state.slots, broadcast.learning_rate
         )
         state = ClientState([*trainable, *after[count:]], slots)
         metrics = self.with_batch(metrics, y, predicted, weight, own)
@@ -318,7 +318,7 @@ class Trainer:
 
     def evaluate(
         self,
-        received: cohort.Broadcast,
+        broadcast: cohort.Broadcast,
         x: nests.Nest,
         y: nests.Nest,
         metrics: cohort.MetricState,
@@ -327,14 +327,14 @@ class Trainer:
         """Returns the loss on a batch and the metrics' next state.
 
         Args:
-          received: The weights to evaluate.
+          broadcast: The weights to evaluate.
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
           metrics: The metrics' state.
           training: Whether layers behave as in training.
         """
         y, weight = nests.labels_and_weights(y)
-        state = self.start(received, received.seed)
+        state = self.start(broadcast, broadcast.seed)
         loss, predicted, _, own = self._forward(state, x, y, weight, training)
         metrics = self.with_batch(metrics, y, predicted, weight, own)
         return tf.cast(tf.reduce_mean(loss), tf.float32), metrics
@@ -394,14 +394,14 @@ class Trainer:
     def update(
         self,
         state: ClientState,
-        received: list[tf.Tensor] | None,
+        start: list[tf.Tensor] | None,
         seed: tf.Tensor,
     ) -> list[tf.Tensor]:
         """Returns the client's upload, before the mechanism clips it.
 
         Args:
           state: The client's state after its last step.
-          received: The weights that it started from; it then uploads its update,
+          start: The weights that it started from; it then uploads its update,
             Delta = w - w_received. None: it uploads its weights w.
           seed: The client's seed, as in `start`.
         """
@@ -410,10 +410,10 @@ class Trainer:
             return tf.cast(value, cohort.upload_dtype(value.dtype))
 
         tensors = list(map(to_upload_dtype, state.values[: len(self.aggregated)]))
-        if received is not None:
+        if start is not None:
             tensors = [
-                tensor - to_upload_dtype(start)
-                for tensor, start in zip(tensors, received, strict=True)
+                tensor - to_upload_dtype(weights)
+                for tensor, weights in zip(tensors, start, strict=True)
             ]
         hook = self._training.upload_hook
         if hook is None:

@@ -206,7 +206,7 @@ def _make_evaluator(
     step = program.in_own_graph(trainer.evaluate)
 
     def evaluate_group(
-        received: cohort.Broadcast,
+        broadcast: cohort.Broadcast,
         x: nests.Nest,
         y: nests.Nest,
         lengths: tf.Tensor,
@@ -222,7 +222,7 @@ def _make_evaluator(
             ) -> tuple[tf.Tensor, tf.Tensor, cohort.MetricState]:
                 stop = tf.minimum(start + batch_size, end)
                 examples = nests.take((x, y), slice(start, stop))
-                loss, metrics = step(received, *examples, metrics)
+                loss, metrics = step(broadcast, *examples, metrics)
                 return stop, total + loss * tf.cast(stop - start, tf.float32), metrics
 
             _, total, metrics = tf.while_loop(
@@ -247,15 +247,15 @@ def _make_evaluator(
             parallel_iterations=1,
         )[2]
 
-    received = trainer.received()
-    specs = trainer_lib.specs_of(received), *trainer_lib.batch_specs(element_spec)
+    broadcast = trainer.current_broadcast()
+    specs = trainer_lib.specs_of(broadcast), *trainer_lib.batch_specs(element_spec)
     sizes = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
     compiled = program.Program(evaluate_group, *specs, *sizes, model=model)
 
     def compute_metrics(group: _EvaluationBatch, batch_size: int) -> np.ndarray:
         size = np.int32(min(batch_size, np.iinfo(np.int32).max // 2))
         lengths = group.lengths.astype(np.int32)
-        return compiled(received, group.x, group.y, lengths, size).numpy().T
+        return compiled(broadcast, group.x, group.y, lengths, size).numpy().T
 
     results = names, compute_metrics
     object.__setattr__(training, "_evaluator", (cache_key, results))
