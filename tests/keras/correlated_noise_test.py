@@ -32,7 +32,7 @@ def _federated(mechanism=None, model=None, **options):
 def _memory(fed):
     """Returns where the noise is, and its buffers."""
     noise_state = fed.run.mechanism_state.noise_state
-    return int(noise_state.position), [b.numpy() for b in noise_state.buffers]
+    return int(noise_state.round_index), [b.numpy() for b in noise_state.buffers]
 
 
 def _squares(fed):
@@ -318,7 +318,7 @@ def test_a_secure_sum_takes_large_buffers(monkeypatch):
     protocol = secure_aggregation.AdditiveSecretSharing()
     fed = toy.federated(mechanism, None, 10, "cyclic", secure_aggregation=protocol)
     toy.fit(fed, 2)
-    assert int(fed.run.mechanism_state.noise_state.position) == 2
+    assert int(fed.run.mechanism_state.noise_state.round_index) == 2
     buffers = fed.run.mechanism_state.noise_state.buffers
     assert all(isinstance(each, tf.Variable) for each in buffers)
     assert all(np.any(each.numpy()) for each in buffers)

@@ -118,7 +118,7 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     np.savez(
         path / "end.npz",
         spent=sum(n * c.noise_multiplier**-2 for c, n in fed.account.own.items()),
-        position=noise_state.position.numpy(),
+        position=noise_state.round_index.numpy(),
         buffers=np.concatenate(buffers, 1),
     )
 

@@ -271,17 +271,17 @@ def test_a_copy_goes_on_with_noise_of_its_own(tmp_path):
     copy = shutil.copytree(path, tmp_path / "copy")
     shutil.rmtree(path)
     shutil.copytree(copy, path)
-    position = int(fed.run.mechanism_state.noise_state.position)
+    position = int(fed.run.mechanism_state.noise_state.round_index)
     assert position == 3
     # Nothing tells whether the original goes on.
     toy.fit(copied, 3, resume_from=copy)
-    assert int(copied.run.mechanism_state.noise_state.position) == 0
+    assert int(copied.run.mechanism_state.noise_state.round_index) == 0
     toy.fit(copied, 1)
     # The original learns from its ledger that the copy went on.
     with pytest.raises(ValueError, match="does not know of"):
         toy.fit(fed, 1, [RoundCheckpoint(path)])
     toy.fit(fed, 1)
-    assert int(fed.run.mechanism_state.noise_state.position) == 1
+    assert int(fed.run.mechanism_state.noise_state.round_index) == 1
     assert fed.account.rounds == 5
 
 
@@ -294,7 +294,7 @@ def test_branches_of_one_noise_memory_are_charged_from_its_beginning(tmp_path):
         shutil.rmtree(path)
         shutil.copytree(backup, path)
         toy.fit(fed := _correlated(4), 4, resume_from=path)
-        assert int(fed.run.mechanism_state.noise_state.position) == 4
+        assert int(fed.run.mechanism_state.noise_state.round_index) == 4
         shutil.copytree(path, end)
     alone = fed.epsilon(_DELTA, "pld")
     joined = [Ledger(end / "ledger.jsonl", append=True) for end in ends]
@@ -319,15 +319,15 @@ def test_noise_memory_is_let_go_after_an_interrupt_in_between(tmp_path):
     ):
         toy.fit(fed, 1)
     toy.fit(fed, 1)
-    assert int(fed.run.mechanism_state.noise_state.position) == 1
+    assert int(fed.run.mechanism_state.noise_state.round_index) == 1
     assert "rounds_charged_twice" in fed.run.caveats
     toy.fit(fed, 1)
-    assert int(fed.run.mechanism_state.noise_state.position) == 2
+    assert int(fed.run.mechanism_state.noise_state.round_index) == 2
     fed.account.has_unseen_rounds = True  # And nobody took notice yet.
     path.rename(tmp_path / "away")
     with pytest.warns(RuntimeWarning, match="is missing"):
         toy.fit(fed, 1)
-    assert int(fed.run.mechanism_state.noise_state.position) == 1
+    assert int(fed.run.mechanism_state.noise_state.round_index) == 1
 
 
 def _kept_rounds(path, run):

@@ -134,12 +134,14 @@ def stream(generator):
         noise_state = generator.begin_round(noise_state)
         parts = zip(noise_state.buffers, tf.split(row, sizes), SHAPES, strict=True)
         made = [
-            generator.next_noise(noise_state.position, buffer, tf.reshape(part, shape))
+            generator.next_noise(
+                noise_state.round_index, buffer, tf.reshape(part, shape)
+            )
             for buffer, part, shape in parts
         ]
         noise, buffers = zip(*made, strict=True)
         return noise, noise_state._replace(
-            position=noise_state.position + 1, buffers=list(buffers)
+            round_index=noise_state.round_index + 1, buffers=list(buffers)
         )
 
     noise_state = generator.init_noise_state(SHAPES)
@@ -162,7 +164,7 @@ def test_noise_is_what_the_dense_matrices_make_of_the_draws(strategy, mixed, req
     generator = strategy.generator(promised(ROUNDS))
     noise, expected, noise_state = stream(generator)
     np.testing.assert_allclose(noise, expected, atol=3e-6)
-    assert int(noise_state.position) == ROUNDS
+    assert int(noise_state.round_index) == ROUNDS
     for buffer, shape in zip(noise_state.buffers, SHAPES, strict=True):
         assert buffer.shape == [generator.copies, *shape]
 

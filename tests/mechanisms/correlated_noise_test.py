@@ -40,7 +40,7 @@ def test_after_the_last_round_the_memory_is_empty():
         with noise.use_seed(tf.constant([1, 2], tf.int64)):
             one, noise_state = mechanism.add_noise(update, 1.0, noise_state)
         made.append(one)
-        positions.append(int(noise_state.position))
+        positions.append(int(noise_state.round_index))
     assert positions == [1, 2, 3, 1]
     for one, other in zip(made[0], made[3], strict=True):
         np.testing.assert_array_equal(one, other)
@@ -55,11 +55,11 @@ def test_after_the_last_round_the_memory_is_empty():
 def test_a_new_segment_forgets_all_but_the_clip():
     query, state = _query(_mechanism())
     done = rounds.run_round(query, state, rounds.zero_updates(2), noise_multiplier=1.0)
-    assert int(done.next_state.noise_state.position) == 1
+    assert int(done.next_state.noise_state.round_index) == 1
     # Clients are told nothing of it.
     assert query.derive_sample_params(done.next_state).noise_state == ()
     new = query.restart_noise(done.next_state)
-    assert (int(new.noise_state.position), float(new.clip_norm)) == (0, 0.5)
+    assert (int(new.noise_state.round_index), float(new.clip_norm)) == (0, 0.5)
     assert not any(np.any(buffer) for buffer in new.noise_state.buffers)
     query = _mechanism("blt").bind(PrivacyContext(clients_per_round=4))
     with pytest.raises(ValueError, match="shapes"):
@@ -81,7 +81,7 @@ def test_the_accountant_composes_them_to_one_gaussian():
 def test_what_is_charged_is_where_the_memory_stands():
     mechanism = _mechanism(tfdp_fl.BLT(num_buffers=2))
     assert mechanism == _mechanism("blt:2")  # A strategy may be a text.
-    noise_state = _query(mechanism)[1].noise_state._replace(position=tf.constant(5))
+    noise_state = _query(mechanism)[1].noise_state._replace(round_index=tf.constant(5))
     assert mechanism.event_index(17, noise_state) == 5
     for t in range(24):  # A new segment costs what the first one did.
         charged = mechanism.round_event(t, _DEPLOYMENT)

@@ -50,7 +50,7 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 FORMAT = "tfdp_fl privacy ledger 5"
 _GENESIS = "0" * 64
 # The detail with a round's place in correlated noise: the ids of the segment and the
-# session (a process that continues one noise state), and the position.
+# session (a process that continues one noise state), and the round index in it.
 PLACE = "place_in_correlated_noise"
 # The detail of a line whose local total covers its run's lines up to that one.
 COVERS_ALL = "total_covers_all_lines"
@@ -226,10 +226,10 @@ def place_of(details: Mapping[str, Any]) -> Place | None:
     """Returns a round's place, or None; raises ValueError if it is malformed."""
     if PLACE not in details:
         return None
-    segment, session, position = details[PLACE]
-    if not (_is_text(segment) and _is_text(session) and _is_count(position)):
-        raise ValueError(f"{PLACE} must be a segment, a session and a position.")
-    return segment, session, position
+    segment, session, round_index = details[PLACE]
+    if not (_is_text(segment) and _is_text(session) and _is_count(round_index)):
+        raise ValueError(f"{PLACE} must be a segment, a session and a round index.")
+    return segment, session, round_index
 
 
 def repeated_by_branches(places: Mapping[str, Place | None]) -> dict[str, str]:
@@ -248,16 +248,16 @@ def repeated_by_branches(places: Mapping[str, Place | None]) -> dict[str, str]:
     segments: dict[str, dict[str, dict[int, str]]] = {}
     for charge_id, place in places.items():
         if place is not None:
-            segment, session, position = place
+            segment, session, round_index = place
             sessions = segments.setdefault(segment, {})
-            sessions.setdefault(session, {}).setdefault(position, charge_id)
+            sessions.setdefault(session, {}).setdefault(round_index, charge_id)
     repeated: dict[str, str] = {}
     for sessions in segments.values():
         taken: dict[int, str] = {}
         for first, session in sorted((min(sessions[each]), each) for each in sessions):
             rounds = sessions[session]
             if rounds.keys() & taken.keys():
-                before = [key for position, key in taken.items() if position < first]
+                before = [key for index, key in taken.items() if index < first]
                 repeated |= {f"{key} again in {session}": key for key in before}
             taken = {**rounds, **taken}
     return {name: key for name, key in repeated.items() if name not in places}

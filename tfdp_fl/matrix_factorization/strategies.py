@@ -37,11 +37,11 @@ class NoiseState(NamedTuple):
     Together with the released models, it reveals the sums without noise.
 
     Attributes:
-      position: Int32 scalar, how many rounds had noise from this state.
+      round_index: Int32 scalar, how many rounds had noise from this state.
       buffers: For each variable float32 [copies, *shape].
     """
 
-    position: tf.Tensor
+    round_index: tf.Tensor
     buffers: Tensors
 
 
@@ -73,12 +73,12 @@ class Generator(abc.ABC):
 
     @abc.abstractmethod
     def next_noise(
-        self, position: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
+        self, round_index: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns n of a round for one variable, and its buffer after the round.
 
         Args:
-          position: Of the noise state after the rounds before, below T.
+          round_index: Of the noise state after the rounds before, below T.
           buffer: The variable's.
           fresh: z of this round: float32 N(0, 1), of the variable's shape.
         """
@@ -88,13 +88,13 @@ class Generator(abc.ABC):
 
         Then a new segment begins, with its own cost.
         """
-        is_over = noise_state.position >= self.pattern.rounds
+        is_over = noise_state.round_index >= self.pattern.rounds
 
         def zero_if_over(value: tf.Tensor) -> tf.Tensor:
             return tf.cond(is_over, lambda: tf.zeros_like(value), lambda: value)
 
         return NoiseState(
-            zero_if_over(noise_state.position),
+            zero_if_over(noise_state.round_index),
             list(map(zero_if_over, noise_state.buffers)),
         )
 
@@ -150,12 +150,12 @@ class BandedGenerator(Generator):
         self.numbers = tuple(self.coefficients.tolist())
 
     def next_noise(
-        self, position: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
+        self, round_index: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """See base class."""
         if not self.copies:
             return fresh, buffer
-        row = position % self.copies
+        row = round_index % self.copies
         # c_j weighs row (t - j) mod copies: backwards from the row before.
         backwards = tf.constant(self.coefficients[:0:-1], tf.float32)
         noise = fresh - _weighted_sum(tf.roll(backwards, row, 0), buffer)
@@ -225,7 +225,7 @@ class BLTGenerator(Generator):
         self.numbers = (*poles.tolist(), *self.weights.tolist())
 
     def next_noise(
-        self, position: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
+        self, round_index: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """See base class."""
         noise = fresh - _weighted_sum(tf.constant(self.weights, tf.float32), buffer)

@@ -188,22 +188,22 @@ class CorrelatedNoise(mechanism.Mechanism):
 
         def add(index: int, fresh: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             sample, buffer = self.generator.next_noise(
-                noise_state.position, noise_state.buffers[index], fresh
+                noise_state.round_index, noise_state.buffers[index], fresh
             )
             return noise.add_scaled_noise(update[index], sample, scale), buffer
 
         made = noise.standard_normals(update, noise.next_seed(), add)
         noised, buffers = map(list, zip(*made, strict=True))
-        return noised, strategies.NoiseState(noise_state.position + 1, buffers)
+        return noised, strategies.NoiseState(noise_state.round_index + 1, buffers)
 
     def begins_segment(self, noise_state: strategies.NoiseState) -> bool:
         """Implements `Mechanism.begins_segment`: after every T rounds of a state."""
-        return int(noise_state.position) % self.rounds == 0
+        return int(noise_state.round_index) % self.rounds == 0
 
     def event_index(self, round_index: int, noise_state: strategies.NoiseState) -> int:
         """Implements `Mechanism.event_index`: the round index in the noise state."""
         del round_index  # Abandoned rounds have no noise.
-        return int(noise_state.position)
+        return int(noise_state.round_index)
 
     def round_event(
         self, round_index: int, context: PrivacyContext
