@@ -131,7 +131,8 @@ lint: $(STAMP) types
 
 # A room of its own: TFF pins a typing-extensions that mypy is too new for.
 types: $(STAMP) $(MYPY_VENV)/.installed-$(MYPY_VERSION)
-	$(MYPY_VENV)/bin/mypy --python-executable $(BIN)/python tfdp_fl
+	$(MYPY_VENV)/bin/mypy --python-executable $(BIN)/python \
+	  tfdp_fl research scripts tools
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

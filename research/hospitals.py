@@ -63,7 +63,8 @@ def table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     rows = np.genfromtxt(path, delimiter=",", names=True)
     columns = [(rows[name] - a) / b for name, (a, b) in _NUMBERS.items()]
     measured = rows["Cholesterol"] > 0  # It is 0 where nobody measured it.
-    columns += [np.where(measured, (rows["Cholesterol"] - 240) / 60, 0.0), measured]
+    columns += [np.where(measured, (rows["Cholesterol"] - 240) / 60, 0.0)]
+    columns += [measured.astype(float)]
     for name, values in _CATEGORIES.items():
         columns += [rows[name] == value for value in values]
     x = np.clip(np.stack(columns, axis=1), -3, 3).astype(np.float32)
@@ -222,7 +223,7 @@ def rows(data: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield row("federated", None, 4 * [_without_privacy(training)])
         for epsilon in _EPSILONS:
             yield row("federated", epsilon, 4 * [_of_silos(training, epsilon)])
-            yield row("alone", epsilon, [_alone(*each, epsilon) for each in training])
+            yield row("alone", epsilon, [_alone(x, y, epsilon) for x, y in training])
             whole = _of_whole_hospitals(training, epsilon)
             yield row("whole hospitals", epsilon, 4 * [whole])
 
@@ -273,13 +274,13 @@ def nvflare(data: pathlib.Path, epsilon: float = 4.0) -> None:
     folder = _ROOT / "build/nvflare"
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True)
-        pip = [folder / "bin/python", "-m", "pip", "install", "-q"]
-        wanted = ["-r", _ROOT / "requirements/nvflare.in"]
+        pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q"]
+        wanted = ["-r", str(_ROOT / "requirements/nvflare.in")]
         subprocess.run([*pip, *wanted], check=True)
     if pathlib.Path(sys.prefix).resolve() != folder.resolve():
-        again = [folder / "bin/python", __file__, "nvflare", data]
+        again = map(str, (folder / "bin/python", __file__, "nvflare", data))
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-        subprocess.run(again, check=True, env=environment)
+        subprocess.run([*again], check=True, env=environment)
         return
     from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
     from nvflare.recipe import SimEnv

@@ -276,7 +276,7 @@ def summary(found: list[dict[str, Any]]) -> dict[tuple, tuple[float, float]]:
 def main() -> None:
     """Trains what is asked for, keeps the rows, prints their means and draws them."""
     records = sys.argv[1:] == ["records"]
-    kept = {"noise": {}, "rows": []}
+    kept: dict[str, Any] = {"noise": {}, "rows": []}
     if _RESULTS.exists():
         kept = json.loads(_RESULTS.read_text())
     if not records:

@@ -216,6 +216,7 @@ def reference_page(page: str) -> str:
         where = dict(public_names(package))
         for each in where if wanted == "*" else wanted.split():
             shown = re.fullmatch(r"(\w+)([.]\w+)?(?:\((.*)\))?", each)
+            assert shown is not None, each
             name, member, members = shown.groups()
             lines.append(f"::: {where[name]}{member or ''}")
             if members is not None:

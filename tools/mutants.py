@@ -92,6 +92,7 @@ def _outcome(folder: str, arguments: str, fault: str = "") -> int:
     if process.is_alive():
         process.kill()
         return _HANGS
+    assert process.exitcode is not None  # It has ended.
     return process.exitcode
 
 
