@@ -52,7 +52,7 @@ def _check(directory, mode, kills):
         witness = killed_run.witness(directory, mode)
         assert 0 <= charged - len(witness.read_text().splitlines()) <= kills
         assert set(seen) <= {e.round_index for e in contents.entries}
-        told = contents.epsilon(killed_run.DELTA) * (1 + 1e-9)
+        told = killed_run.epsilon_of(contents, mode) * (1 + 1e-9)
         assert told >= max(seen.values(), default=0.0)
     saved = directory / killed_run.CHECKPOINTS
     if mode == "plain":

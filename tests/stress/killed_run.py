@@ -25,6 +25,9 @@ WITNESS, LEDGER, CHECKPOINTS = "witness.txt", "own.jsonl", "saved"
 FINAL = "final.npy"
 # train.py's own way, a ledger, checkpoints, both, and checkpoints of other runs.
 MODES = ("plain", "ledger", "checkpoint", "both", "local", "workers", "correlated")
+# And samplings whose privacy loss is not a Gaussian's, by PLD.
+BY_LOSS = ("random_allocation", "fixed_size")
+MODES += BY_LOSS
 # Those that end in the same weights, however often they were killed.
 SAME = ("checkpoint", "local")
 
@@ -51,14 +54,20 @@ def join(process: Any) -> None:
         process.join(0.5)
 
 
+def epsilon_of(account: Any, mode: str) -> float:
+    """Returns what a model or a ledger says."""
+    return account.epsilon(DELTA, *(["pld"] if mode in BY_LOSS else []))
+
+
 class _Witness(callbacks.FederatedCallback):
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, mode: str):
         super().__init__()
+        self._mode = mode
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def on_round_released(self, round_index, logs):
         del logs
-        epsilon = self.federated_model.epsilon(DELTA)
+        epsilon = epsilon_of(self.federated_model, self._mode)
         os.write(self._file, f"{round_index} {epsilon!r}\n".encode())
 
 
@@ -106,7 +115,7 @@ def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
     saved = path / CHECKPOINTS
     # The witness first: a kill between the two must not leave a round that is
     # saved, and so not run again, and that nobody has written down.
-    listeners: list[Any] = [_Witness(witness(path, mode))]
+    listeners: list[Any] = [_Witness(witness(path, mode), mode)]
     if mode in ("ledger", "both"):
         listeners.append(callbacks.Ledger(path / LEDGER))
     if mode != "ledger":
@@ -121,6 +130,8 @@ def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
         mechanism = tfdp_fl.CorrelatedNoise(
             clip_norm=0.5, noise_multiplier=2.0, **apart
         )
+    if mode in BY_LOSS:
+        sampling, m = mode, 10
     if mode == "workers":
         from tfdp_fl import runtimes
 
@@ -141,7 +152,10 @@ def _train_as_the_script(path: pathlib.Path) -> None:
     sizes = {"num_clients": 40, "clients_per_round": 10, "rounds": ROUNDS}
     chosen = {"mechanism": "fixed", "noise_multiplier": 1.0, "model": "linear"}
     prepared = training.prepare(Settings(**chosen, **sizes))
-    listener, fit = _Witness(witness(path, "plain")), tfdp_fl.DPFederatedModel.fit
+    listener, fit = (
+        _Witness(witness(path, "plain"), "plain"),
+        tfdp_fl.DPFederatedModel.fit,
+    )
 
     def with_witness(*arguments, callbacks, **options):
         return fit(*arguments, callbacks=[listener, *callbacks], **options)
