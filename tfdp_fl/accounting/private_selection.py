@@ -115,9 +115,10 @@ class TrialCount:
             return int(generator.logseries(1 - gamma)) if gamma < 1 else 1
         if self.shape == 1 or gamma == 1:
             return int(generator.geometric(gamma))
-        numbers = np.zeros(1, np.int64)
+        numbers, size = np.zeros(1, np.int64), 16
         while not numbers.any():  # With a mean near 1, few draws are above zero.
-            numbers = generator.negative_binomial(self.shape, gamma, 2**14)
+            numbers = generator.negative_binomial(self.shape, gamma, size)
+            size = min(2 * size, 2**20)
         return int(numbers[numbers > 0][0])
 
 

@@ -29,6 +29,20 @@ from tfdp_fl.terms import Json
 _MAX_GROUP_SIZE = 1024
 
 
+class ClientMetrics(NamedTuple):
+    """What a model does on each client's own data.
+
+    Attributes:
+      num_examples: Int64 [N], each client's number of examples.
+      metrics: By name, float64 [N]; NaN for a client that has no examples, or could not
+        be read or evaluated. Only these can be released: such a client contributes
+        nothing to them, and 0 examples would be a contribution.
+    """
+
+    num_examples: np.ndarray
+    metrics: dict[str, np.ndarray]
+
+
 def evaluate(
     model: tf.keras.Model,
     training: engine.Training,
@@ -36,7 +50,7 @@ def evaluate(
     batch_size: int,
     verbose: int,
     silent: bool = False,
-) -> dict[str, np.ndarray]:
+) -> ClientMetrics:
     """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
     The clients must come from `example_spec.conform`. If `silent`, it raises no error
@@ -80,7 +94,7 @@ def evaluate(
     if not silent:
         message = "clients could not be read or evaluated; their metrics are NaN"
         warn_of_failures(failed, clients, message)
-    return {"num_examples": counts, **dict(zip(names, values, strict=True))}
+    return ClientMetrics(counts, dict(zip(names, values, strict=True)))
 
 
 class _EvaluationBatch(NamedTuple):

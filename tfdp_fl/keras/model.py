@@ -351,7 +351,10 @@ class DPFederatedModel(federated_training.FederatedTraining):
         federated_training.showed_client_metrics.add(self.model)
         if self.run is not None:  # For checkpoints, too.
             self.run.caveats.add("client_metrics_shown")
-        return evaluation.evaluate(self.model, training, dataset, batch_size, verbose)
+        counts, metrics = evaluation.evaluate(
+            self.model, training, dataset, batch_size, verbose
+        )
+        return {"num_examples": counts, **metrics}
 
     def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
         """Predicts like Keras's `predict`; accepts tables as `fit` does."""

@@ -167,7 +167,7 @@ def release(
                 ledgers.append(each)
             stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))
         _require_allowed(fed, cost)
-        values = evaluation.evaluate(
+        _, values = evaluation.evaluate(
             fed.model,
             fed.require_compiled("evaluate_clients"),
             clients,

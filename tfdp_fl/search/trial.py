@@ -207,7 +207,7 @@ class PrivateScore:
     ) -> float:
         """Returns the noisy mean for a model, negated if lower is better."""
         held_out = example_spec.conform(model, training, held_out)
-        values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
+        _, values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
         released = self._release.release(values, generator, paid)
         return _to_score(released[self.metric]["mean"], self.mode)
