@@ -127,13 +127,27 @@ def test_noise_of_a_short_dtype_is_float32_before_it_is_rounded(dtype):
     toy.assert_same([one.astype(own.dtype) for one, own in rounded], short)
 
 
-def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set():
+class _ByTensorFlow(tfdp_fl.FixedClipping):
+    """Its noise was the same in every process with the same seed."""
+
+    def add_noise(self, update, stddev, noise_state):
+        draws = [tf.random.normal(tensor.shape) for tensor in update]
+        noised = zip(update, draws, strict=True)
+        return [tf.cast(u, tf.float32) + stddev * g for u, g in noised], noise_state
+
+    def round_event(self, round_index, context):
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier)
+
+
+@pytest.mark.parametrize("kind", [tfdp_fl.FixedClipping, _ByTensorFlow])
+def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set(kind):
     seen, cohorts = [], set()
     for _ in range(2):
         tf.keras.utils.set_random_seed(7)
         for seed in (tf.random.set_seed, np.random.seed, random.seed):
             seed(7)
-        fed, moves = federated(fixed(), 10, sampling="poisson"), Moves()
+        mechanism = kind(clip_norm=CLIP, noise_multiplier=Z)
+        fed, moves = federated(mechanism, 10, sampling="poisson"), Moves()
         toy.fit(fed, data=empty_clients(200), callbacks=[moves])
         seen.append(moves.rounds[0])
         cohorts.add(tuple(fed.run.sampler.draw().positions))

@@ -221,3 +221,80 @@ def test_elsewhere_entropy_is_refused_in_a_graph_only():
             tf.function(lambda: noise.entropy(4))()
         assert noise.entropy(3).shape == (3,)
         assert noise.next_seed().dtype == tf.uint64
+
+
+def _by_tensorflow(update, stddev):
+    return [each + stddev * tf.random.normal(each.shape) for each in update]
+
+
+def _by_numpy(update, stddev):
+    return [each + np.random.normal(size=each.shape) for each in update]
+
+
+def _by_fixed_seed(update, stddev):
+    draw = tf.random.stateless_normal(update[0].shape, [1, 2])
+    draw += 1e-6 * tf.random.normal(update[0].shape)
+    return [update[0] + stddev * draw, *_by_tensorflow(update[1:], stddev)]
+
+
+def _of_one_tensor(update, stddev):
+    return [*_by_tensorflow(update[:1], stddev), update[1] * 2.0]
+
+
+def _in_a_function(update, stddev):
+    inner = tf.function(lambda: tf.random.normal(update[0].shape))
+    return [update[0] + inner(), *_by_tensorflow(update[1:], stddev)]
+
+
+def _by_the_host(update, stddev):
+    def draw():
+        return np.random.normal(size=100).astype("f4")
+
+    return [tf.numpy_function(draw, [], tf.float32), update[1]]
+
+
+def _with_fresh_draws(function, seeds):
+    """Returns the noise of several calls of one graph, as a release calls it."""
+
+    @tf.function(autograph=False)
+    def release(seed, update, stddev):
+        with noise.use_seed(seed):
+            return noise.with_fresh_draws(
+                *(lambda *given: (function(*given), ()), update, stddev),
+                must_add_noise=True,
+                argument="add_noise",
+            )[0]
+
+    zeros = [tf.zeros([100]), tf.zeros([30_000])]
+    return [
+        np.concatenate(release(tf.constant(seed, tf.int64), zeros, tf.constant(3.0)))
+        for seed in seeds
+    ]
+
+
+@pytest.mark.parametrize("function", [_by_tensorflow, noise.add_normal])
+def test_noise_of_ones_own_code_is_new_in_each_round_and_process(function):
+    # It was the same in two processes, once `tf.random.set_seed` had been called.
+    tf.random.set_seed(0)
+    first, other, again = _with_fresh_draws(function, [[1, 2], [1, 3], [1, 2]])
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).mean() > 0.999
+    for each, stddev in ((first, 3.0), (other, 3.0), (first - other, 3.0 * 2**0.5)):
+        statistics.assert_gaussian(each[100:], stddev)
+    tf.random.set_seed(0)
+    (fresh,) = _with_fresh_draws(function, [[9, 9]])
+    assert (fresh != first).mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_by_numpy, _by_fixed_seed, _of_one_tensor, _in_a_function, _by_the_host],
+)
+def test_noise_that_would_repeat_is_refused(function):
+    # The noise of two rounds was equal: epsilon 9 said, none true.
+    with pytest.raises(ValueError, match="add_noise must draw its noise by"):
+        _with_fresh_draws(function, [[1, 2]])
+    # What does not depend on the clients needs no noise.
+    constant = [tf.ones([100]), tf.zeros([30_000])]
+    (found,) = _with_fresh_draws(lambda *_: constant, [[1, 2]])
+    assert found.sum() == 100

@@ -32,6 +32,7 @@ from tfdp_fl.mechanisms.median_clipping import (
     default_median_noise_multiplier,
 )
 from tfdp_fl.mechanisms.nbafl import NbAFL
+from tfdp_fl.mechanisms.noise import add_normal
 from tfdp_fl.mechanisms.per_layer_clipping import PerLayerClipping
 from tfdp_fl.mechanisms.query_mechanism import QueryMechanism
 
@@ -55,6 +56,7 @@ __all__ = [
     "PrivacyContext",
     "QueryMechanism",
     "RoundState",
+    "add_normal",
     "by_name",
     "default_median_noise_multiplier",
     "names",

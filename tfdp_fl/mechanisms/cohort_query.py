@@ -176,7 +176,14 @@ class CohortQuery:
 
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip computed from the cohort's norms."""
-        clip_norm = self.mechanism.clip_to_cohort(norms, state.without_noise_state())
+        mechanism, public = self.mechanism, state.without_noise_state()
+        if not mechanism.overrides("clip_to_cohort"):
+            return self.with_clip(state, mechanism.clip_to_cohort(norms, public))
+        clip_norm = noise.with_fresh_draws(
+            *(mechanism.clip_to_cohort, norms, public),
+            must_add_noise=False,
+            argument="clip_to_cohort",
+        )
         return self.with_clip(state, clip_norm)
 
     def with_clip(self, state: RoundState, clip_norm: tf.Tensor) -> RoundState:
@@ -329,7 +336,14 @@ class CohortQuery:
     def _add_noise(
         self, update: Tensors, stddev: Scalar, state: RoundState
     ) -> tuple[Tensors, NoiseStateLike]:
-        return self.mechanism.add_noise(update, stddev, state.noise_state)
+        mechanism = self.mechanism
+        if not mechanism.overrides("add_noise"):
+            return mechanism.add_noise(update, stddev, state.noise_state)
+        return noise.with_fresh_draws(
+            *(mechanism.add_noise, update, stddev, state.noise_state),
+            must_add_noise=getattr(mechanism, "noise_multiplier", None) != 0,
+            argument="add_noise",
+        )
 
     def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Returns the mean from a noisy sum (`Mechanism.mean`)."""

@@ -209,6 +209,120 @@ def integer(seed: tf.Tensor, data: int) -> tf.Tensor:
     return as_integers(fold_in(seed, data))[0]
 
 
+# Operations whose results may be random, by their prefixes: with a seed or a state of
+# TensorFlow's, and code of the host's, which a graph calls.
+_WITH_STATE = (
+    *("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Truncated"),
+    *("NonDeterministic", "PyFunc", "EagerPyFunc"),
+)
+_WITH_SEED = "Stateless"
+
+
+def with_fresh_draws(
+    function: Callable[..., Any],
+    update: Any,
+    *others: Any,
+    must_add_noise: bool,
+    argument: str,
+) -> Any:
+    """Calls a function of a user's own such that no noise in it repeats.
+
+    TensorFlow's own draws follow from 31 bits that are fixed when a graph is made, and
+    from `tf.random.set_seed`: a new engine or process would draw the same noise again.
+    NumPy's are drawn once, when the function is traced. So the function is traced by
+    itself; each draw of `tf.random.normal` in it is replaced by one of `normal`, whose
+    entropy is an input; and no other draws are allowed but this module's own.
+
+    Args:
+      function: Takes the tensors and returns others.
+      update: The sum of the updates, a nest of tensors.
+      *others: Further arguments, nests of tensors.
+      must_add_noise: Whether the function returns a noised update first, each tensor of
+        which must depend on a draw if it depends on `update`.
+      argument: What the function is called in errors.
+
+    Raises:
+      ValueError: It draws its noise in another way, or does not add any.
+    """
+    arguments = tf.nest.map_structure(tf.convert_to_tensor, (update, *others))
+    own = next_seed()
+
+    def traceable(seed: tf.Tensor, *given: Any) -> Any:
+        with use_seed(seed):
+            return function(*given)
+
+    specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (own, *arguments))
+    traced = tf.function(traceable, autograph=False).get_concrete_function(*specs)
+    seed, *inputs = traced.inputs[: len(tf.nest.flatten(specs))]
+    draws = _own_draws(traced.graph, seed, argument)
+    entropy_of = {seed.op.name, *(draw.op.name for draw in draws)}
+    summands = inputs[: len(tf.nest.flatten(update))]
+    of_clients = {each.op.name for each in summands}
+    noised = traced.structured_outputs[0] if must_add_noise else ()
+    for output in tf.nest.flatten(noised):
+        names = _ancestors(traced.graph.get_tensor_by_name(output.name).op)
+        if names & of_clients and not names & entropy_of:
+            raise ValueError(_how_to_draw(argument, "an output without such a draw"))
+    outer = [own, *tf.nest.flatten(arguments)]
+    pairs = dict(zip((t.name for t in (seed, *inputs)), outer, strict=True))
+    pairs |= {inner.name: each for each, inner in traced.graph.captures}
+    for draw in draws:
+        fresh = normal(draw.shape.as_list(), tf.ones([]))
+        pairs[draw.name] = tf.cast(fresh, draw.dtype)
+
+    def import_graph(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        return tf.graph_util.import_graph_def(
+            traced.graph.as_graph_def(),
+            input_map=dict(zip(pairs, tensors, strict=True)),
+            return_elements=[tensor.name for tensor in traced.outputs],
+            name="",
+        )
+
+    outputs = tf.function(import_graph, autograph=False)(*pairs.values())
+    return tf.nest.pack_sequence_as(traced.structured_outputs, outputs)
+
+
+def _own_draws(graph: Any, seed: tf.Tensor, argument: str) -> list[tf.Tensor]:
+    """Returns the normal draws in a graph; raises ValueError if it has any others."""
+    draws = []
+    for operation in graph.get_operations():
+        name = operation.type
+        if name == "RandomStandardNormal":
+            draws.append(operation.outputs[0])
+            if draws[-1].shape.is_fully_defined():
+                continue
+        elif name.startswith(_WITH_SEED):
+            if seed.op.name in _ancestors(operation):
+                continue
+        elif not name.startswith(_WITH_STATE):
+            continue
+        raise ValueError(_how_to_draw(argument, f"an operation {name}"))
+    for function in graph.as_graph_def().library.function:
+        for node in function.node_def:
+            if node.op.startswith((*_WITH_STATE, _WITH_SEED)):
+                raise ValueError(_how_to_draw(argument, f"{node.op} in a function"))
+    return draws
+
+
+def _ancestors(operation: Any) -> set[str]:
+    """Returns the names of the operations that an operation depends on, and its own."""
+    names, waiting = {operation.name}, [operation]
+    while waiting:
+        for tensor in waiting.pop().inputs:
+            if tensor.op.name not in names:
+                names.add(tensor.op.name)
+                waiting.append(tensor.op)
+    return names
+
+
+def _how_to_draw(argument: str, got: str) -> str:
+    return (
+        f"{argument} must draw its noise by tf.random.normal, of known shapes and "
+        f"outside of tf.function, or by tfdp_fl.mechanisms.add_normal, got {got}: "
+        "other draws would be the same in every round, or in every process."
+    )
+
+
 def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, stddev^2) of the given shape."""
     return add_normal([tf.zeros(shape)], stddev)[0]

@@ -46,8 +46,6 @@ _COUNTS = (1, 100)
 _ROUNDING = 1e-5
 # Its square keeps full precision in float32.
 _MIN_MAGNITUDE = 2.0**-62
-# Prefixes of TensorFlow's operations with a random state.
-_RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Truncated")
 
 
 class WrappedQuery(cohort_query.CohortQuery):
@@ -137,10 +135,11 @@ class WrappedQuery(cohort_query.CohortQuery):
         update = tf.nest.map_structure(
             lambda part: tf.cast(part, tf.float32), total.update
         )
-        result, noise_state = with_own_noise(
+        result, noise_state = noise.with_fresh_draws(
             lambda *arguments: self._query.get_noised_result(*arguments)[:2],
-            update,
-            state.noise_state,
+            *(update, state.noise_state),
+            must_add_noise=_has_guarantee(charge.normalise(self.mechanism.dp_event)),
+            argument="query",
         )
         return result, {}, noise_state
 
@@ -216,54 +215,6 @@ def divides(query: tfp.SumAggregationDPQuery) -> bool:
     return isinstance(query, tfp.NormalizedQuery)
 
 
-def with_own_noise(function: Any, *arguments: Any) -> Any:
-    """Calls a function of tensors, with its normal draws replaced by those of `noise`.
-
-    TensorFlow's own draws follow from 31 bits that are fixed when a graph is made, and
-    from `tf.random.set_seed`: a new engine or process would draw the same noise again.
-    Here the graph is made once, and each draw in it is replaced by one from
-    `noise.normal`, whose entropy is an input.
-
-    Raises:
-      ValueError: It draws random numbers other than `tf.random.normal`.
-    """
-    specs = tf.nest.map_structure(
-        lambda argument: tf.TensorSpec.from_tensor(tf.convert_to_tensor(argument)),
-        arguments,
-    )
-    traced = tf.function(function, autograph=False).get_concrete_function(*specs)
-    definition = traced.graph.as_graph_def()
-    function_nodes = [n for f in definition.library.function for n in f.node_def]
-    draws = {}
-    for node in (*definition.node, *function_nodes):
-        if not node.op.startswith(_RANDOM):
-            continue
-        value = traced.graph.get_tensor_by_name(f"{node.name}:0")
-        if node.op != "RandomStandardNormal" or not value.shape.is_fully_defined():
-            raise ValueError(
-                "query must draw its noise by tf.random.normal, of known shapes and "
-                f"outside of tf.function, got an operation {node.op}."
-            )
-        draw = noise.normal(value.shape.as_list(), tf.ones([]))
-        draws[value.name] = tf.cast(draw, value.dtype)
-    flat = [tf.convert_to_tensor(argument) for argument in tf.nest.flatten(arguments)]
-    inputs = dict(zip((t.name for t in traced.inputs), flat, strict=False))
-    inputs |= {inner.name: outer for outer, inner in traced.graph.captures}
-
-    def import_graph(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        return tf.graph_util.import_graph_def(
-            definition,
-            input_map=dict(zip([*inputs, *draws], tensors, strict=True)),
-            return_elements=[tensor.name for tensor in traced.outputs],
-            name="",
-        )
-
-    outputs = tf.function(import_graph, autograph=False)(
-        *inputs.values(), *draws.values()
-    )
-    return tf.nest.pack_sequence_as(traced.structured_outputs, outputs)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMechanism(mechanism.Mechanism):
     """Uses any TF-Privacy sum query as the mechanism of a training run.
@@ -275,8 +226,8 @@ class QueryMechanism(mechanism.Mechanism):
 
     The query decides what noise is added. Its normal draws are made by
     `tfdp_fl.mechanisms.noise`, as for every mechanism, because TensorFlow's draws would
-    repeat (`with_own_noise`). Before each round, the query is asked for its event, and
-    the costlier of that and `dp_event` is charged.
+    repeat (`noise.with_fresh_draws`). Before each round, the query is asked for its
+    event, and the costlier of that and `dp_event` is charged.
 
     Of TF-Privacy's queries, these are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery` and
@@ -424,8 +375,9 @@ def check_query(
                 f"round, {reported!r}, and be comparable with it, got "
                 f"{declared!r}."
             )
-        has_guarantee = not np.isinf(declared_epsilons).all()
-        if has_guarantee and not all(map(_has_noise, tf.nest.flatten(result))):
+        if _has_guarantee(declared) and not all(
+            map(_has_noise, tf.nest.flatten(result))
+        ):
             raise ValueError(
                 f"dp_event must not be {declared!r} for a query that adds no "
                 f"noise, got {name}, whose result on zeros is "
@@ -515,6 +467,10 @@ def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> b
 def _structure(state: NoiseStateLike) -> list[tuple[list[int], tf.DType]]:
     leaves = [tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(state)]
     return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
+
+
+def _has_guarantee(event: dp_accounting.DpEvent) -> bool:
+    return not np.isinf(_epsilons(event)).all()
 
 
 def _epsilons(event: dp_accounting.DpEvent) -> np.ndarray:
