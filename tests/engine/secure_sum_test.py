@@ -144,6 +144,7 @@ def test_a_client_that_fails_takes_nobody_elses_part_out_of_the_sum():
     ("sampling", "clients", "size", "limits", "refused"),
     [
         ("poisson", 40, 20, {}, True),  # P(2 or fewer) = 7.5e-10.
+        ("poisson", 2000, 34, {}, True),  # 8e-13, in each of many rounds.
         ("poisson", 400, 60, {}, False),
         ("poisson", 400, 60, {"max_participants": 3}, True),
         ("poisson", 3, 3, {}, True),  # Of two, nobody is in the sum.
@@ -161,6 +162,14 @@ def test_cohorts_without_a_sum_are_refused(sampling, clients, size, limits, refu
         return
     with pytest.raises(ValueError, match=r"secure_aggregation needs.*fixed_size"):
         secure_sum.check_cohort_sizes(*given)
+
+
+def test_clients_that_are_left_out_make_no_cohort_too_small():
+    # A third client moved a sum by three clips, as two had none.
+    for sampling in ("poisson", "fixed_size", "shuffled"):
+        with pytest.raises(ValueError, match=r"max_participations=1\."):
+            secure_sum.check_cohort_sizes(_SHARING(), sampling, 400, 60, 1)
+    secure_sum.check_cohort_sizes(_SHARING(), "cyclic", 400, 60, 1)
 
 
 def test_which_cohorts_can_be_split():
@@ -197,7 +206,7 @@ def test_that_a_client_s_noise_cannot_be_sent_is_refused_before_it_happens(mode)
     noisy = _fixed(1.0, noise_site="client")
     engine, pending = _collected(noisy, 1.0)
     share = (1 / 3) ** 0.5
-    for largest, refused in ((1 + 7.5 * share, True), (1 + 9 * share, False)):
+    for largest, refused in ((1 + 9 * share, True), (1 + 10.5 * share, False)):
         protocol = _SHARING(mode=mode, max_share_value=largest)
         if refused:
             with pytest.raises(ValueError, match="the largest update that an honest"):

@@ -391,6 +391,34 @@ def test_a_value_too_large_to_share_does_not_end_the_training(capsys):
     assert fed.central_epsilon(_DELTA) == math.inf
 
 
+def test_a_clip_that_outgrows_a_secure_sum_ends_the_training_before_its_charge():
+    grows = tfdp_fl.AdaptiveClipping(
+        **{"noise_multiplier": 0.5, "noise_site": "client", "initial_clip_norm": 4.0},
+        **{
+            "target_quantile": 1.0,
+            "count_noise_stddev": 0.5,
+            "clip_learning_rate": 1.0,
+        },
+    )
+    fed = toy.federated(
+        *(grows, None, 4, "fixed_size", {"optimizer": tf.keras.optimizers.SGD(1e3)}),
+        secure_aggregation=AdditiveSecretSharing(max_share_value=60.0),
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must have a max_share_value of at least"):
+            toy.fit(fed, 20)
+        assert fed.account.rounds == fed.rounds > 0
+        assert fed.run.sampler.unsettled is None
+
+    class Limited(tfdp_fl.FixedClipping):
+        max_participations = 1
+
+    fed = _secure(Limited(clip_norm=1.0, noise_multiplier=1.0))
+    with pytest.raises(ValueError, match="max_participations leaves clients out"):
+        toy.fit(fed)
+    assert fed.run is None
+
+
 def test_a_later_fit_is_checked_for_its_own_rounds():
     adaptive = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
     fed = toy.federated(adaptive, None, [20, 20, 5], "poisson")

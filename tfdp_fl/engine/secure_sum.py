@@ -11,7 +11,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.engine import cohort, engine
 from tfdp_fl.mechanisms import noise
 from tfdp_fl.secure_aggregation import grouped_sum
-from tfdp_fl.terms import NoiseSite, TrustModel
+from tfdp_fl.terms import NoiseSite, Sampling, TrustModel
 
 # The relative error of a sum, as in docs/clipping.md.
 _LARGEST_ERROR = 1e-5
@@ -132,8 +132,9 @@ def sum_securely(
     return tuple(failed.tolist())
 
 
-# The largest probability allowed for a cohort without a sum.
-_MAX_FAILURE_PROBABILITY = 1e-12
+# The largest probability allowed, in a round, for a cohort without a sum: no delta
+# includes it, however many rounds there are.
+_MAX_FAILURE_PROBABILITY = 1e-20
 
 
 def check_cohort_sizes(
@@ -141,6 +142,7 @@ def check_cohort_sizes(
     sampling: str,
     num_clients: int,
     clients_per_round: float,
+    max_participations: int | None = None,
 ) -> None:
     """Raises ValueError unless all cohorts have a sum.
 
@@ -153,7 +155,16 @@ def check_cohort_sizes(
       sampling: How cohorts are drawn.
       num_clients: The number of clients, N.
       clients_per_round: m, the expected size.
+      max_participations: After how many rounds a client is left out of the cohorts that
+        it is drawn for; None: never. (Groups that take turns are left out as a whole.)
     """
+    if max_participations is not None and sampling != Sampling.CYCLIC:
+        raise ValueError(
+            "secure_aggregation must be None if a mechanism's max_participations "
+            "leaves clients out: a cohort may become too small for a sum, and one "
+            "more client would then move a sum by its whole group, got "
+            f"max_participations={max_participations}."
+        )
     risk = 0.0
     if sampling not in charge_lib.OF_RANDOM_SIZE:
         size = np.array([int(clients_per_round)])
@@ -177,6 +188,24 @@ def check_cohort_sizes(
             f"sampling, the probability of other cohorts is {risk:.1g}: use "
             "sampling='fixed_size', more clients a round, or other limits."
         )
+
+
+def check_round(
+    cohort_engine: engine.CohortEngine,
+    inputs: cohort.RoundInputs,
+    protocol: secure_aggregation.AdditiveSecretSharing,
+) -> None:
+    """Raises ValueError if a round's clip and noise do not fit the protocol's grid.
+
+    They are public before the round, unless its clip follows from its cohort.
+    """
+    query = cohort_engine.query
+    if not query.two_phase:
+        state = query.begin_round(
+            inputs.state, inputs.noise_multiplier, inputs.clients_per_round
+        )
+        num_values = cohort_engine.update_spec.size + query.num_scalars
+        check_resolution(protocol, query, state, num_values)
 
 
 def check_resolution(

@@ -267,7 +267,8 @@ def _check_rounds(
             and mechanism.trust_model == TrustModel.CENTRAL
         ):
             secure_sum.check_cohort_sizes(
-                setup.secure_aggregation, setup.sampling, sampler.num_clients, size
+                *(setup.secure_aggregation, setup.sampling, sampler.num_clients, size),
+                max_participations=mechanism.max_participations,
             )
 
 

@@ -206,6 +206,8 @@ class RoundLoop:
         rate = self.fed.require_compiled("fit").learning_rate
         inputs = run.next_inputs(rate, attempt)
         self.engine.prepare(inputs)
+        if self.setup.secure_aggregation is not None:
+            secure_sum.check_round(self.engine, inputs, self.setup.secure_aggregation)
         cohort = run.draw()
         positions = run.eligible(cohort.positions)
         windows = None if run.windows is None else run.windows[positions]
