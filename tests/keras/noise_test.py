@@ -155,6 +155,36 @@ def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set(kind):
     assert len(cohorts) == 2  # Two alike: less than once in 1e15.
 
 
+class _ByNumPy(tfdp_fl.Mechanism):
+    """Has no parameter for its noise, which NumPy draws once."""
+
+    def first_clip_norm(self):
+        return CLIP
+
+    def scale(self, norm, round):
+        return tf.math.divide_no_nan(CLIP, tf.maximum(norm, CLIP))
+
+    def noise_stddevs(self, round, context):
+        return {"update": Z * CLIP}
+
+    def add_noise(self, update, stddev, noise_state):
+        draws = [np.random.normal(size=tensor.shape) for tensor in update]
+        return [u + g for u, g in zip(update, draws, strict=True)], noise_state
+
+    def round_event(self, round_index, context):
+        return dp_accounting.GaussianDpEvent(Z)
+
+    def describe(self):
+        return "Noise by NumPy."
+
+
+def test_noise_that_would_repeat_is_refused_before_its_charge():
+    fed = federated(_ByNumPy(), CLIENTS)
+    with pytest.raises(ValueError, match="add_noise must draw its noise by"):
+        toy.fit(fed, data=empty_clients())
+    assert fed.account.rounds == 0
+
+
 def test_what_does_not_go_with_exact_noise():
     audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)
     for options in ({"seed": 3}, {"audit": audit}):

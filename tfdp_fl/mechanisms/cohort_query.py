@@ -26,6 +26,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import dp_accounting
+
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import bounded_sums, clipping, noise
 from tfdp_fl.mechanisms.contribution import (
@@ -341,7 +343,7 @@ class CohortQuery:
             return mechanism.add_noise(update, stddev, state.noise_state)
         return noise.with_fresh_draws(
             *(mechanism.add_noise, update, stddev, state.noise_state),
-            must_add_noise=getattr(mechanism, "noise_multiplier", None) != 0,
+            must_add_noise=_has_guarantee(mechanism.round_event(0, self.context)),
             argument="add_noise",
         )
 
@@ -438,6 +440,11 @@ def must_be_at_most(
     """Raises InvalidArgumentError; in a graph, returns the operation that raises it."""
     check = tf.debugging.assert_less_equal(value, limit, message)
     return [] if check is None else [check]
+
+
+def _has_guarantee(event: dp_accounting.DpEvent) -> bool:
+    is_none = isinstance(event, dp_accounting.NonPrivateDpEvent)
+    return not is_none and getattr(event, "noise_multiplier", 1.0) != 0
 
 
 def _add_side_noise(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
